@@ -1,0 +1,48 @@
+# `make demo` and `make test` are all a fresh machine with Python, pip and g++ needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full bench lint format clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# torch goes in first, through the constraints: the package's own requirement is a range, and a range alone may resolve to
+# a CUDA build. Without build isolation, because an isolated build would fetch a second set of build requirements.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt setuptools torch
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	@touch $@
+
+install: $(STAMP)  ## make .venv and install the package into it
+
+demo: $(STAMP)  ## train inside a budget in which plain PyTorch fails
+	$(BIN)/lowtide demo
+
+test: $(STAMP)  ## the tests, without the slow ones
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-full: $(STAMP)  ## every test
+	$(BIN)/python -m pytest -q
+
+bench: $(STAMP)  ## measure against stock PyTorch and others; takes long
+	$(BIN)/python benchmarks/run.py
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove everything that make created
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

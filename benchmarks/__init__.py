@@ -1,0 +1,1 @@
+"""Side-by-side runs of Lowtide and its alternatives."""

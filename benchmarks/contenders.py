@@ -1,0 +1,159 @@
+"""The ways of training that are compared. Only the one that is Lowtide, and the counting pass, import it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.jobs import Job
+from benchmarks.models import set_checkpointing
+
+_UNREACHED_BYTES = 1 << 40
+_NAIVE_LEAST_BYTES = 1 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """A training under way: the context of each step, and what it has moved or counted so far."""
+
+    step: Callable[[], AbstractContextManager[object]]
+    moved_bytes: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0))
+    facts: Callable[[], dict[str, Any]] = field(default=dict)
+
+
+@contextmanager
+def open_session(job: Job, module: nn.Module, optimizer: Optimizer) -> Iterator[Session]:
+    """Yield the job's way of training."""
+    with ExitStack() as stack:
+        match job.contender:
+            case "stock":
+                session = Session(step=nullcontext)
+            case "checkpoint":
+                segments = set_checkpointing(module)
+                session = Session(step=nullcontext, facts=lambda: {"segments": segments})
+            case "naive":
+                naive = stack.enter_context(NaiveSpill(Path(job.spill), module))
+                session = Session(step=naive.step, moved_bytes=lambda: (naive.written_bytes, naive.read_bytes))
+            case "lowtide":
+                session = _lowtide(job, module, optimizer, stack)
+            case other:
+                raise ValueError(f"unknown contender {other!r}")
+        if job.count_live and job.contender != "lowtide":
+            session = _counted(job, session, module, optimizer, stack)
+        yield session
+
+
+def _lowtide(job: Job, module: nn.Module, optimizer: Optimizer, stack: ExitStack) -> Session:
+    import lowtide
+
+    assert job.budget_bytes is not None, "Lowtide needs a budget"
+    tide = stack.enter_context(lowtide.fit(module, optimizer, budget=job.budget_bytes, spill=job.spill))
+
+    def moved_bytes() -> tuple[int, int]:
+        stats: dict[str, Any] = tide.stats()
+        return stats["swapped_out_bytes"], stats["swapped_in_bytes"]
+
+    return Session(step=tide.step, moved_bytes=moved_bytes, facts=lambda: _tide_facts(tide))
+
+
+def _counted(job: Job, session: Session, module: nn.Module, optimizer: Optimizer, stack: ExitStack) -> Session:
+    import lowtide
+
+    tide = stack.enter_context(lowtide.fit(module, optimizer, budget=_UNREACHED_BYTES, spill=job.spill))
+
+    @contextmanager
+    def step() -> Iterator[None]:
+        with tide.step(), session.step():
+            yield
+
+    return Session(step=step, moved_bytes=session.moved_bytes, facts=lambda: {**session.facts(), **_tide_facts(tide)})
+
+
+def _tide_facts(tide: Any) -> dict[str, Any]:
+    """Return what Lowtide counted, with the floor that its last trace implies."""
+    stats = tide.stats()
+    kept = ("budget_bytes", "budget_exact", "peak_bytes", "peak_reserved_bytes", "static_bytes", "stall_s", "steps")
+    trace = tide.trace()
+    floor_op = trace.floor_op()
+    return {
+        **{name: stats[name] for name in kept if name in stats},
+        "unmanaged": {str(what): count for what, count in dict(stats["unmanaged"]).items()},
+        "floor_bytes": trace.floor_bytes(),
+        "floor_op": floor_op.name if floor_op is not None else "",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """Where a saved tensor lies in the file."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class NaiveSpill:
+    """What one writes in an afternoon: every large saved tensor goes to a file at once and comes back when asked for.
+
+    Buffered and synchronous, without reuse of storages that several operators save. Parameters are left alone, because
+    swapping them would be a mistake rather than naivety.
+    """
+
+    def __init__(self, directory: Path, module: nn.Module) -> None:
+        self._path = directory / f"naive-{os.getpid()}"
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self._end = 0
+        self.written_bytes = 0
+        self.read_bytes = 0
+
+    def __enter__(self) -> NaiveSpill:
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._path.unlink()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        os.close(self._file)
+
+    def step(self) -> AbstractContextManager[object]:
+        self._end = 0
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Slot:
+        if tensor.nbytes < _NAIVE_LEAST_BYTES or tensor.untyped_storage().data_ptr() in self._parameters:
+            return tensor
+        slot = _Slot(offset=self._end, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        data = _raw(tensor.detach().contiguous())
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done:], slot.offset + done)
+        self._end += len(data)
+        self.written_bytes += len(data)
+        return slot
+
+    def _unpack(self, packed: Tensor | _Slot) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        tensor = torch.empty(packed.shape, dtype=packed.dtype)
+        data = _raw(tensor)
+        done = 0
+        while done < len(data):
+            count = os.preadv(self._file, [data[done:]], packed.offset + done)
+            if count == 0:
+                raise OSError("the spill file ended early")
+            done += count
+        self.read_bytes += len(data)
+        return tensor
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, without copying them."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data

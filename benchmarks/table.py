@@ -1,0 +1,103 @@
+"""Turn results of `benchmarks/run.py` into Markdown tables, one for each model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_NAMES = {
+    "stock": "stock PyTorch",
+    "unpressed": "Lowtide, everything fits",
+    "lowtide": "Lowtide",
+    "checkpoint": "`torch.utils.checkpoint`",
+    "naive": "naive hooks to disk",
+    "kernel_swap": "kernel swap, same resident set",
+}
+_HEADINGS = ("", "budget", "step", "of stock", "peak live", "resident", "out + in a step", "losses as stock")
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the machine's line and a table for each model."""
+    machine = results["environment"]
+    settings = results["settings"]
+    line = (
+        f"{machine['cpu']}, {machine['cores']} cores, {_gib(machine['memory_bytes'])}, {machine['system']} "
+        f"{machine['kernel']}, spill on {machine['spill_filesystem']}, Python {machine['python']}, torch "
+        f"{machine['torch']}, {machine['threads']} threads. {settings['rounds']} rounds of {settings['steps']} "
+        f"measured steps after {settings['warmup']} warm-up steps; medians, ratios within a round."
+    )
+    return "\n\n".join([line, *(_model(facts) for facts in results["models"].values())]) + "\n"
+
+
+def _model(facts: dict[str, Any]) -> str:
+    rows = [_HEADINGS, ("---", *["---:"] * (len(_HEADINGS) - 1))]
+    rows += [_row(line) for line in facts["contenders"]]
+    about = (
+        f"{facts['parameters'] / 1e6:.1f} M parameters; static {_mib(facts['static_bytes'])}, stock's peak "
+        f"{_mib(facts['peak_bytes'])}, floor {_mib(facts['floor_bytes'])} (set by `{facts['floor_op']}`)."
+    )
+    lines = [
+        f"### {facts['title']}",
+        "",
+        about,
+        "",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    if "floor" in facts:
+        lines += ["", _floor(facts["floor"])]
+    return "\n".join(lines)
+
+
+def _row(line: dict[str, Any]) -> tuple[str, ...]:
+    name = _NAMES.get(line["key"]) or _NAMES[line["contender"]]
+    if line["share"] is not None:
+        name += f", {line['share']:.0%}"
+    bound = line.get("budget_bytes") or line.get("limit_bytes")
+    budget = _mib(bound) if bound else ""
+    if "skipped" in line:
+        return (name, budget, f"skipped: {line['skipped']}", "", "", "", "", "")
+    if "step_s" not in line:
+        return (name, budget, f"failed: {'; '.join(line['failures'])}", "", "", "", "", "")
+    ratio = line["ratio_to_stock"]
+    moved = (line["moved_out_bytes_per_step"], line["moved_in_bytes_per_step"])
+    return (
+        name,
+        budget,
+        f"{line['step_s']:.2f} s" + (" (some rounds failed)" if "failures" in line else ""),
+        "" if ratio is None else f"{ratio:.2f}x",
+        _mib(line["peak_live_bytes"]) if "peak_live_bytes" in line else "",
+        _mib(line["rss_peak_bytes"]),
+        f"{_mib(moved[0])} + {_mib(moved[1])}" if any(moved) else "none",
+        {True: "yes", False: "no", None: ""}[line["losses_identical"]],
+    )
+
+
+def _floor(floor: dict[str, Any]) -> str:
+    if floor["ratio_to_floor"] is None:
+        return f"No budget up to twice the floor worked: {floor['reason']}"
+    return (
+        f"Smallest budget that works: {_mib(floor['smallest_budget_bytes'])}, {floor['ratio_to_floor']:.2f}x the floor."
+    )
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.0f} GiB"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables of the given results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("results", type=Path)
+    print(markdown(json.loads(parser.parse_args(arguments).results.read_text())), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""From the native log of a step to its `Trace`.
+
+The log says what happened under whatever policy was running; the trace says what an unmanaged step would have done. So
+memory given up because a tier held the bytes, and room taken for bytes that came back, leave the curve as it is; time
+spent waiting for transfers is taken out.
+
+An *operator* of the trace is the outermost dispatched call that computes something and is not merely composed of
+others: what a backend implements, below autograd. Its span reaches to the start of the next, so the durations add up
+to the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from lowtide.core.log import Event, LogEntry
+from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
+
+
+class Scope(IntEnum):
+    """The scopes PyTorch's observer reports."""
+
+    FUNCTION = 0
+    BACKWARD = 1
+    USER = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A trace, and where in it each save and use of the step fell.
+
+    `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
+    numbers i at which the storage of `trace.saves[k]` was unpacked.
+    """
+
+    trace: Trace
+    positions: tuple[int, ...]
+    use_events: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class _Block:
+    nbytes: int
+    first_op: int
+    last_op: int | None = None
+    producer: int | None = None
+    versions: int = 0
+
+
+@dataclass(slots=True)
+class _Saved:
+    storage: int
+    packed_op: int
+    free_op: int | None = None
+    uses: list[int] = field(default_factory=list)
+    use_events: list[int] = field(default_factory=list)
+    released_op: int | None = None
+    packs: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    name: str
+    phase: Phase
+    begin_ns: int
+    module: str
+    stall_ns: int = 0
+    peak_bytes: int = 0
+    reads: dict[int, int] = field(default_factory=dict)
+    writes: list[int] = field(default_factory=list)
+
+
+class _Builder:
+    def __init__(self, names: Sequence[str], *, static_bytes: int, is_operator: Callable[[str], bool]) -> None:
+        self.names = names
+        self.is_operator = is_operator
+        self.static_bytes = static_bytes
+        self.live = static_bytes
+        self.blocks: list[_Block] = []
+        self.block_of: dict[int, int] = {}
+        self.ops: list[_Running] = []
+        self.saved: dict[int, _Saved] = {}
+        self.order: list[int] = []
+        self.positions: list[int] = []
+        self.stacks: dict[int, list[tuple[bool, Phase | None]]] = {}
+        self.module = ""
+        self.early_peak = static_bytes
+
+    @property
+    def next_op(self) -> int:
+        return len(self.ops)
+
+    def block(self, serial: int, nbytes: int) -> int:
+        """Return the storage of a serial, which existed before the step if it was not seen yet."""
+        found = self.block_of.get(serial)
+        if found is None:
+            found = self.block_of[serial] = len(self.blocks)
+            self.blocks.append(_Block(nbytes=nbytes, first_op=-1))
+        return found
+
+    def raise_peak(self) -> None:
+        if self.ops:
+            self.ops[-1].peak_bytes = max(self.ops[-1].peak_bytes, self.live)
+        else:
+            self.early_peak = max(self.early_peak, self.live)
+
+    def feed(self, entry: LogEntry) -> None:
+        match entry.kind:
+            case Event.ALLOC | Event.FREE | Event.FETCH_ALLOC:
+                self.memory(entry)
+            case Event.OP_BEGIN | Event.OP_END:
+                self.operator(entry)
+            case Event.READ | Event.WRITE:
+                self.operand(entry)
+            case Event.PACK | Event.UNPACK | Event.SOLE | Event.GONE:
+                self.autograd(entry)
+            case Event.STALL:
+                if self.ops:
+                    self.ops[-1].stall_ns += entry.a
+            case Event.MODULE:
+                self.module = self.names[entry.a]
+
+    def memory(self, entry: LogEntry) -> None:
+        if entry.kind == Event.ALLOC:
+            self.block_of[entry.a] = len(self.blocks)
+            self.blocks.append(_Block(nbytes=entry.b, first_op=self.next_op - 1))
+            self.live += entry.b
+            self.raise_peak()
+        elif entry.kind == Event.FREE:
+            self.blocks[self.block(entry.a, entry.b)].last_op = self.next_op - 1
+            self.live -= entry.b
+        elif (saved := self.saved.get(entry.c)) is not None:
+            self.block_of[entry.a] = saved.storage
+
+    def operand(self, entry: LogEntry) -> None:
+        op = self.current(entry.thread)
+        if op is None:
+            return
+        storage = self.block(entry.a, entry.c)
+        if entry.kind == Event.READ:
+            op.reads.setdefault(storage, entry.b)
+        else:
+            self.written(op, storage, entry.b)
+
+    def operator(self, entry: LogEntry) -> None:
+        stack = self.stacks.setdefault(entry.thread, [])
+        if entry.kind == Event.OP_END:
+            if stack:
+                stack.pop()
+            return
+        name = self.names[entry.a]
+        inside = any(chosen for chosen, _ in stack)
+        phase = None
+        if entry.b == Scope.BACKWARD:
+            phase = Phase.BACKWARD
+        elif entry.b == Scope.USER and name.startswith("Optimizer."):
+            phase = Phase.UPDATE
+        chosen = entry.b == Scope.FUNCTION and not inside and self.is_operator(name)
+        stack.append((chosen, phase))
+        if chosen:
+            current = next((p for _, p in reversed(stack) if p is not None), Phase.FORWARD)
+            self.ops.append(
+                _Running(name=name, phase=current, begin_ns=entry.at_ns, module=self.module, peak_bytes=self.live)
+            )
+
+    def current(self, thread: int) -> _Running | None:
+        """Return the operator whose operands are being listed: only the chosen call itself, not those inside it."""
+        stack = self.stacks.get(thread, [])
+        return self.ops[-1] if stack and stack[-1][0] else None
+
+    def written(self, op: _Running, storage: int, version: int) -> None:
+        block = self.blocks[storage]
+        before = op.reads.get(storage)
+        fresh = block.first_op == self.next_op - 1
+        if before is not None and version <= before and not fresh:
+            return  # a view of an operand: nothing was written
+        if storage not in op.writes:
+            op.writes.append(storage)
+        block.versions = max(block.versions, version)
+        if block.producer is None and fresh:
+            block.producer = self.next_op - 1
+
+    def autograd(self, entry: LogEntry) -> None:
+        if entry.kind == Event.PACK:
+            self.positions.append(self.next_op)
+            saved = self.saved.get(entry.a)
+            if saved is None:
+                storage = self.block(entry.b, entry.c)
+                saved = self.saved[entry.a] = _Saved(storage=storage, packed_op=max(self.next_op - 1, 0))
+                self.order.append(entry.a)
+            saved.packs += 1
+            return
+        saved = self.saved.get(entry.a)
+        if entry.kind == Event.UNPACK:
+            self.positions.append(self.next_op)
+            if saved is not None:
+                saved.use_events.append(len(self.positions) - 1)
+                if not saved.uses or saved.uses[-1] < self.next_op:
+                    saved.uses.append(self.next_op)
+        elif saved is None:
+            return
+        elif entry.kind == Event.SOLE:
+            saved.free_op = self.next_op if saved.free_op is None else saved.free_op
+        else:
+            saved.released_op = self.next_op
+            if entry.b:  # its bytes were away: this is when an unmanaged step would have freed them
+                self.blocks[saved.storage].last_op = self.next_op - 1
+                self.live -= entry.c
+
+    def finish(self, end_ns: int, kinds: Mapping[int, Kind], *, model: str, torch_version: str) -> Recorded:
+        if self.ops:
+            self.ops[0].peak_bytes = max(self.ops[0].peak_bytes, self.early_peak)
+        kind_of = {self.block_of[serial]: kind for serial, kind in kinds.items() if serial in self.block_of}
+        saved_storages = {saved.storage for saved in self.saved.values()}
+        storages = tuple(
+            self._storage(index, block, kind_of, index in saved_storages) for index, block in enumerate(self.blocks)
+        )
+        last = len(self.ops)
+        saves = tuple(
+            Save(
+                storage=saved.storage,
+                packed_op=saved.packed_op,
+                free_op=None if saved.free_op is None or saved.free_op >= last else saved.free_op,
+                uses=tuple(min(use, last) for use in saved.uses),
+                released_op=last if saved.released_op is None else saved.released_op,
+                packs=saved.packs,
+            )
+            for saved in (self.saved[record] for record in self.order)
+        )
+        trace = Trace(
+            ops=self._ops(end_ns),
+            storages=storages,
+            saves=saves,
+            static_bytes=min(self.static_bytes, self.live),
+            model=model,
+            torch_version=torch_version,
+        )
+        use_events = tuple(tuple(self.saved[record].use_events) for record in self.order)
+        return Recorded(trace=trace, positions=tuple(self.positions), use_events=use_events)
+
+    def _ops(self, end_ns: int) -> tuple[Op, ...]:
+        ops, start_s = [], 0.0
+        for index, op in enumerate(self.ops):
+            stop_ns = self.ops[index + 1].begin_ns if index + 1 < len(self.ops) else end_ns
+            duration_s = max(0, stop_ns - op.begin_ns - op.stall_ns) / 1e9
+            ops.append(
+                Op(
+                    name=op.name,
+                    phase=op.phase,
+                    start_s=start_s,
+                    duration_s=duration_s,
+                    peak_bytes=op.peak_bytes,
+                    reads=tuple(op.reads),
+                    writes=tuple(op.writes),
+                    module=op.module,
+                )
+            )
+            start_s += duration_s
+        return tuple(ops)
+
+    def _storage(self, index: int, block: _Block, kind_of: Mapping[int, Kind], saved: bool) -> Storage:
+        last = len(self.ops) if block.last_op is None else block.last_op
+        kind = kind_of.get(index)
+        if kind is None:
+            if saved and block.first_op >= 0:
+                kind = Kind.ACTIVATION
+            elif block.first_op < 0:
+                kind = Kind.INPUT if block.last_op is None else Kind.OTHER
+            else:
+                kind = Kind.SCRATCH if block.first_op == last else Kind.OTHER
+        return Storage(
+            nbytes=block.nbytes,
+            kind=kind,
+            first_op=block.first_op,
+            last_op=last,
+            producer=block.producer,
+            versions=block.versions,
+        )
+
+
+def build_trace(
+    entries: Iterable[LogEntry],
+    names: Sequence[str],
+    *,
+    static_bytes: int,
+    end_ns: int,
+    is_operator: Callable[[str], bool],
+    kinds: Mapping[int, Kind] | None = None,
+    model: str = "",
+    torch_version: str = "",
+) -> Recorded:
+    """Return the trace of a logged step. `kinds` says what known storages (by serial) are for."""
+    builder = _Builder(names, static_bytes=static_bytes, is_operator=is_operator)
+    for entry in entries:
+        builder.feed(entry)
+    return builder.finish(end_ns, kinds or {}, model=model, torch_version=torch_version)

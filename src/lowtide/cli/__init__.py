@@ -1,0 +1,101 @@
+"""The command line: one file per verb, loaded only when its verb is used.
+
+Nothing here imports torch at the top, so `--help` and bad arguments answer at once. A problem the user can fix is one
+line on stderr, "lowtide: ...", and exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from lowtide.errors import LowtideError
+
+VERBS = ("run", "demo", "doctor", "probe", "capture", "plan", "policies")
+
+EXIT_BAD_ARGUMENT = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Verbs(click.Group):
+    """A group whose commands are the modules of this package, imported on demand."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(f"lowtide.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.command(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda *seen: _print_version(*seen),
+    help="Show the version and exit.",
+)
+@click.pass_context
+def group(ctx: click.Context) -> int:
+    """Train unchanged PyTorch inside a memory budget stated in bytes.
+
+    \b
+    Examples:
+      lowtide demo                                  see it work, in about a minute
+      lowtide run --budget 2GiB train.py --epochs 3
+      lowtide doctor                                what this machine offers, and what to fix
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+    return 0
+
+
+def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(f"lowtide {installed_version()}")
+        ctx.exit()
+
+
+def installed_version() -> str:
+    """Return the installed package's version."""
+    try:
+        return importlib.metadata.version("lowtide")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (run from a source tree that is not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line on `argv` (default: the process's arguments) and return its exit code."""
+    try:
+        result = group.main(args=None if argv is None else list(argv), prog_name="lowtide", standalone_mode=False)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "lowtide"
+        message = error.format_message().rstrip(".")
+        return _fail(f"{message[:1].lower()}{message[1:]} (see '{where} --help')")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except LowtideError as error:
+        return _fail(str(error))
+    except (click.Abort, KeyboardInterrupt):
+        print("lowtide: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away, as in `lowtide plan trace | head`. Python would complain again while flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"lowtide: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_BAD_ARGUMENT

@@ -1,0 +1,155 @@
+"""`lowtide plan`: what a recorded step needs, and what a policy would do with a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.checks import check_policy
+from lowtide.cli.output import console, echo_json, facts
+from lowtide.core.units import format_bytes, format_rate, format_seconds
+from lowtide.errors import BadArgument
+from lowtide.memory.budget import parse_budget
+
+if TYPE_CHECKING:
+    from lowtide.core.machine import Machine
+    from lowtide.core.plan import Plan
+    from lowtide.core.trace import Trace
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--floor", "floor_only", is_flag=True, help="Only tell the smallest budget, and what sets it.")
+@click.option("--budget", metavar="B", help="Plan for this much tensor memory, such as 2GiB.")
+@click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
+def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool, trace_path: Path) -> int:
+    """Tell what the step recorded in TRACE needs and, with --budget, what a policy would do.
+
+    Runs nothing: times come from the trace and from 'lowtide probe', or from an ordinary disk if that was never run.
+
+    \b
+    Examples:
+      lowtide plan --floor step.trace
+      lowtide plan --budget 2GiB step.trace
+      lowtide plan --budget 2GiB --policy swap_all --json step.trace
+    """
+    if floor_only and budget is not None:
+        raise BadArgument("--floor and --budget ask different questions: pass one of them")
+    budget_bytes = None if budget is None else parse_budget(budget).fast_bytes
+    check_policy(policy)
+    trace = _load(trace_path)
+    need = _need(trace)
+    if budget_bytes is None:
+        if as_json:
+            echo_json(need)
+        else:
+            _print_need(trace, floor_only=floor_only)
+        return 0
+    machine, plan = _plan(trace, budget_bytes=budget_bytes, policy=policy)
+    if as_json:
+        echo_json({**need, **_decisions(trace, plan, machine=machine)})
+    else:
+        _print_need(trace, floor_only=False)
+        _print_plan(trace, plan, machine=machine)
+    return 0
+
+
+def _load(path: Path) -> Trace:
+    from lowtide.core.serialize import load_trace
+
+    try:
+        return load_trace(path)
+    except FileNotFoundError:
+        raise BadArgument(f"trace {path} does not exist: make one with 'lowtide capture -o {path} script.py'") from None
+    except OSError as error:
+        raise BadArgument(f"trace {path} cannot be read ({error.strerror or error}): check the path") from None
+
+
+def _plan(trace: Trace, *, budget_bytes: int, policy: str) -> tuple[Machine, Plan]:
+    from lowtide import registry
+    from lowtide.core.plan import Problem
+    from lowtide.estimate.calibrate import assumed_machine, load_machine
+    from lowtide.plan import verify
+
+    machine = load_machine() or assumed_machine()
+    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
+    plan = registry.policy(policy).plan(problem)
+    # Below the floor every plan passes the budget; that is told as a verdict, not as a bug of the policy.
+    if budget_bytes >= trace.floor_bytes():
+        verify.check(plan, problem)
+    return machine, plan
+
+
+def _need(trace: Trace) -> dict[str, Any]:
+    op = trace.floor_op()
+    return {
+        "static_bytes": trace.static_bytes,
+        "peak_bytes": trace.peak_bytes,
+        "floor_bytes": trace.floor_bytes(),
+        "floor_op": None if op is None else op.name,
+        "floor_module": None if op is None else op.module,
+        "step_s": trace.duration_s,
+    }
+
+
+def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
+    prediction = plan.prediction
+    return {
+        "policy": plan.policy,
+        "budget_bytes": plan.budget_bytes,
+        "fits": plan.budget_bytes >= trace.floor_bytes(),
+        "machine": machine.name,
+        "machine_source": machine.source,
+        "swaps": len(plan.swaps),
+        "swapped_bytes": sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps),
+        "predicted_peak_bytes": None if prediction is None else prediction.peak_bytes,
+        "predicted_step_s": None if prediction is None else prediction.step_s,
+        "predicted_stall_s": None if prediction is None else prediction.stall_s,
+        "notes": list(plan.notes),
+    }
+
+
+def _print_need(trace: Trace, *, floor_only: bool) -> None:
+    op = trace.floor_op()
+    floor = ("floor", format_bytes(trace.floor_bytes()))
+    setter = ("set by", "nothing: the trace has no operators" if op is None else f"{op.name} {op.module}".rstrip())
+    rows = [floor, setter]
+    if not floor_only:
+        rows = [
+            ("static", format_bytes(trace.static_bytes)),
+            ("peak, unmanaged", format_bytes(trace.peak_bytes)),
+            *rows,
+            ("step, unmanaged", format_seconds(trace.duration_s)),
+        ]
+    console().print(facts("What the step needs", rows))
+
+
+def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
+    moved = sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps)
+    link = machine.links["spill"]
+    rows = [
+        ("budget", format_bytes(plan.budget_bytes)),
+        ("swaps", f"{len(plan.swaps)} of {len(trace.gaps())} gaps, {format_bytes(moved)}"),
+        (
+            "disk",
+            f"{format_rate(link.write_bytes_per_s)} write, {format_rate(link.read_bytes_per_s)} read, {machine.source}",
+        ),
+    ]
+    if plan.prediction is not None:
+        slower = plan.prediction.step_s / trace.duration_s if trace.duration_s else 1.0
+        stalled = f"stalled {format_seconds(plan.prediction.stall_s)}"
+        rows.insert(2, ("predicted peak", format_bytes(plan.prediction.peak_bytes)))
+        rows.insert(
+            3,
+            ("predicted step", f"{format_seconds(plan.prediction.step_s)}, {slower:.2f}x unmanaged, {stalled}"),
+        )
+    rows.extend(("note", note) for note in plan.notes)
+    if plan.budget_bytes < trace.floor_bytes():
+        rows.append(
+            ("verdict", f"does not fit: raise the budget to {format_bytes(trace.floor_bytes())} or shrink the batch")
+        )
+    console().print()
+    console().print(facts(f"What policy {plan.policy} would do", rows))

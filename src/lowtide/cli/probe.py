@@ -1,0 +1,64 @@
+"""`lowtide probe`: measure this machine, and keep the result for planning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lowtide.cli.checks import check_spill
+from lowtide.cli.output import console, echo_json, facts
+from lowtide.core.units import format_rate, format_seconds
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--spill", multiple=True, metavar="DIR", help="The directory to spill to; repeat it to stripe over several."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def command(*, spill: tuple[str, ...], as_json: bool) -> int:
+    """Measure this machine's compute and its spill disk, in a few seconds.
+
+    The result is kept in $LOWTIDE_CACHE, $XDG_CACHE_HOME/lowtide or ~/.cache/lowtide, and used to plan.
+
+    \b
+    Examples:
+      lowtide probe --spill /fast/disk
+      lowtide probe --spill /disk1 --spill /disk2 --json
+    """
+    check_spill(spill)
+    from lowtide.estimate import calibrate
+    from lowtide.tiers.file import FileMedium
+    from lowtide.tiers.open import default_directory
+
+    directories = [Path(location) for location in spill] or [default_directory()[0]]
+    compute = calibrate.measure_compute()
+    medium = FileMedium(directories)
+    try:
+        direct = medium.direct
+        machine = calibrate.measure_machine(medium, compute=compute)
+    finally:
+        medium.close()
+    path = calibrate.save_machine(machine, directories=directories, compute=compute)
+    if as_json:
+        echo_json(
+            {
+                **calibrate.machine_to_dict(machine),
+                "matmul_flop_per_s": compute.matmul_flop_per_s,
+                "direct": direct,
+                "directories": [str(directory) for directory in directories],
+                "file": str(path),
+            }
+        )
+        return 0
+    link = machine.links[calibrate.SPILL]
+    rows = [
+        ("matrix product", f"{compute.matmul_flop_per_s / 1e9:.0f} GFLOP/s"),
+        ("copy in memory", format_rate(compute.copy_bytes_per_s)),
+        ("spill", f"{', '.join(map(str, directories))} ({'O_DIRECT' if direct else 'through the page cache'})"),
+        ("write", f"{format_rate(link.write_bytes_per_s)} after {format_seconds(link.write_latency_s)}"),
+        ("read", f"{format_rate(link.read_bytes_per_s)} after {format_seconds(link.read_latency_s)}"),
+        ("kept in", str(path)),
+    ]
+    console().print(facts("This machine", rows))
+    return 0

@@ -1,0 +1,37 @@
+"""The log of a step, line by line, as a backend writes it and the trace builder reads it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Event(IntEnum):
+    """The kinds of log entry; the same numbers as in lowtide.h, which says what `a`, `b` and `c` are for each."""
+
+    ALLOC = 0
+    FREE = 1
+    FETCH_ALLOC = 2
+    EVICT_FREE = 3
+    OP_BEGIN = 4
+    OP_END = 5
+    READ = 6
+    WRITE = 7
+    STALL = 8
+    PACK = 9
+    UNPACK = 10
+    SOLE = 11
+    GONE = 12
+    MODULE = 13
+    MARKER = 14
+
+
+class LogEntry(NamedTuple):
+    """One line of the log."""
+
+    kind: int
+    thread: int
+    at_ns: int
+    a: int
+    b: int
+    c: int

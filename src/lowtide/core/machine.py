@@ -1,0 +1,36 @@
+"""What a machine can do: its links, measured or stated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MACHINE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The path between fast memory and a tier. A transfer of n bytes takes `latency_s + n / bandwidth`."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    write_latency_s: float = 0.0
+    read_latency_s: float = 0.0
+    duplex: bool = False
+
+    def write_s(self, nbytes: int) -> float:
+        """Return how long it takes to move `nbytes` out of fast memory."""
+        return self.write_latency_s + nbytes / self.write_bytes_per_s
+
+    def read_s(self, nbytes: int) -> float:
+        """Return how long it takes to bring `nbytes` back."""
+        return self.read_latency_s + nbytes / self.read_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine as the planner sees it: one fast memory and the links below it, by tier name."""
+
+    name: str
+    links: dict[str, Link]
+    copy_bytes_per_s: float = 5e9
+    source: str = "assumed"

@@ -1,0 +1,181 @@
+"""One training step as a value: operators in order, storages, and what autograd saved.
+
+Symbols used throughout: an *operator* is named by its index in `Trace.ops`, a *storage* by its index in
+`Trace.storages`. Views of one storage are one storage: they move together.
+
+All byte curves are those of the *unmanaged* step: what would be alive if nothing were ever moved. A trace that was
+recorded while a policy was evicting is corrected for it when it is built, so that every policy plans from the same
+facts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+TRACE_VERSION = 1
+
+
+class Phase(StrEnum):
+    """The part of a step an operator belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Kind(StrEnum):
+    """What a storage is for."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    GRAD = "grad"
+    OPTIMIZER = "optimizer"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    SCRATCH = "scratch"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator: when it ran, what it touched and how much memory the step needed meanwhile.
+
+    `duration_s` is the operator's own time without waiting for transfers. `start_s` is the sum of the durations before
+    it. `peak_bytes` is the highest number of live bytes between this operator's start and the next one's: its operands,
+    its scratch and everything else alive.
+    """
+
+    name: str
+    phase: Phase
+    start_s: float
+    duration_s: float
+    peak_bytes: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A block of tensor memory from its allocation to its release.
+
+    `first_op` is the operator during which it was allocated (-1: before the step), `last_op` the one during which it
+    was freed (`len(ops)`: alive when the step ended). `producer` is the operator that first wrote it, if that was
+    recorded; its operands are `ops[producer].reads`. `versions` counts in-place changes seen.
+    """
+
+    nbytes: int
+    kind: Kind
+    first_op: int
+    last_op: int
+    producer: int | None = None
+    versions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A storage that autograd saved, and when it asked for it back.
+
+    `packed_op`: the operator that first saved it. `free_op`: the first operator at whose start nobody but autograd held
+    the storage (None: the program held it all along, so moving it frees nothing). `uses`: the operators before which
+    autograd unpacked it, ascending. `released_op`: the operator at which autograd let it go. `packs`: how many
+    saved tensors share the storage.
+    """
+
+    storage: int
+    packed_op: int
+    free_op: int | None
+    uses: tuple[int, ...]
+    released_op: int
+    packs: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Gap:
+    """A span in which a storage is not needed: the unit of every decision.
+
+    The storage may leave once operator `after_op` has begun (everything before it is done with the storage) and has to
+    be back when operator `before_op` begins: it can be absent during the operators `after_op <= i < before_op`.
+    """
+
+    storage: int
+    after_op: int
+    before_op: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A recorded step. `static_bytes` were alive before it began and after it ended."""
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saves: tuple[Save, ...]
+    static_bytes: int
+    model: str = ""
+    device: str = "cpu"
+    torch_version: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        """The step's compute time."""
+        return self.ops[-1].start_s + self.ops[-1].duration_s if self.ops else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The unmanaged step's highest number of live bytes."""
+        return max((op.peak_bytes for op in self.ops), default=self.static_bytes)
+
+    def gaps(self) -> tuple[Gap, ...]:
+        """Return every span in which a saved storage could be absent, ordered by storage and time.
+
+        A gap ends at an unpack, the only point where the runtime is asked for the storage, and begins after the last
+        operator that touched it: what was unpacked for one operator may still be read by those that follow.
+        """
+        saves: dict[int, list[Save]] = {}
+        for save in self.saves:
+            saves.setdefault(save.storage, []).append(save)
+        touched: dict[int, list[int]] = {storage: [] for storage in saves}
+        for index, op in enumerate(self.ops):
+            for storage in (*op.reads, *op.writes):
+                if storage in touched:
+                    touched[storage].append(index)
+        found = []
+        for storage, group in saves.items():
+            if all(save.free_op is not None for save in group):
+                found.extend(_gaps_of(storage, group, touched[storage]))
+        return tuple(sorted(found))
+
+    def floor_bytes(self) -> int:
+        """Return the smallest budget any plan over these gaps can meet: every gap's storage absent all through it."""
+        return max(self._need_bytes(), default=self.static_bytes)
+
+    def floor_op(self) -> Op | None:
+        """Return the operator that sets the floor."""
+        need = self._need_bytes()
+        return self.ops[need.index(max(need))] if need else None
+
+    def _need_bytes(self) -> list[int]:
+        """Return what each operator needs when every gap open at it is empty."""
+        change = [0] * (len(self.ops) + 1)
+        for gap in self.gaps():
+            change[gap.after_op] += self.storages[gap.storage].nbytes
+            change[gap.before_op] -= self.storages[gap.storage].nbytes
+        return [op.peak_bytes - away for op, away in zip(self.ops, accumulate(change), strict=False)]
+
+
+def _gaps_of(storage: int, saves: list[Save], touched: list[int]) -> list[Gap]:
+    """Return the gaps of one storage, whose saves all left it to autograd at some point."""
+    uses = sorted({use for save in saves for use in save.uses})
+    busy = sorted({*uses, *touched})
+    ends = uses or [max(save.released_op for save in saves)]
+    found = []
+    for end in ends:
+        free = max((save.free_op or 0 for save in saves if save.packed_op < end), default=end)
+        before = bisect_left(busy, end)
+        start = max(free, busy[before - 1] + 1) if before else free
+        if start < end:
+            found.append(Gap(storage=storage, after_op=start, before_op=end))
+    return found

@@ -1,0 +1,63 @@
+"""Errors of Lowtide: one base class, and each error is also the builtin it specialises.
+
+Every message says what failed, with numbers, and what to change.
+"""
+
+from __future__ import annotations
+
+from lowtide.core.units import format_bytes
+
+
+class LowtideError(Exception):
+    """Base class of everything Lowtide raises on purpose."""
+
+
+class BadArgument(LowtideError, ValueError):
+    """An argument of the user's cannot be used; the message says what to pass instead."""
+
+
+class BudgetTooSmall(LowtideError, MemoryError):
+    """The budget cannot hold what one operator needs at once, whatever is moved away."""
+
+    def __init__(self, *, budget_bytes: int, needed_bytes: int, op: str, detail: str = "") -> None:
+        self.budget_bytes = budget_bytes
+        self.needed_bytes = needed_bytes
+        self.op = op
+        self.detail = detail
+        text = (
+            f"budget {format_bytes(budget_bytes)} cannot run '{op}', "
+            f"which needs {format_bytes(needed_bytes)} at once: "
+            "raise the budget or shrink the batch"
+        )
+        super().__init__(f"{text} ({detail})" if detail else text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_budget_too_small, (self.budget_bytes, self.needed_bytes, self.op, self.detail))
+
+
+def _rebuild_budget_too_small(budget_bytes: int, needed_bytes: int, op: str, detail: str) -> BudgetTooSmall:
+    return BudgetTooSmall(budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail)
+
+
+class SpillError(LowtideError, OSError):
+    """A tier could not take or return bytes."""
+
+
+class SpillFull(SpillError):
+    """A tier has no room left for another extent."""
+
+
+class SpillCorrupted(SpillError):
+    """Bytes came back from a tier with another checksum than they left with."""
+
+
+class TraceError(LowtideError, ValueError):
+    """A trace, machine or plan file is damaged or of a version this Lowtide does not read."""
+
+
+class PlanError(LowtideError, ValueError):
+    """A plan breaks a rule that the verifier checks."""
+
+
+class NativeUnavailable(LowtideError, RuntimeError):
+    """The native part could not be built or loaded; the message carries the reason."""

@@ -1,0 +1,244 @@
+"""Measure this machine: its links to slower tiers and its speed, and keep the result.
+
+The model of a link is latency plus size over bandwidth, as in LogGP with one message in flight per thread (Alexandrov
+et al., 1995). Symbols: a transfer of n bytes takes t(n) = L + n * G, with L the latency in seconds and G the gap per
+byte, 1 / bandwidth. Two transfers are under way at once, as the runtime does it; t(n) is the time the link is taken
+for one of them, so plans that treat the link as exclusive add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.core.machine import MACHINE_VERSION, Link, Machine
+from lowtide.errors import TraceError
+from lowtide.tiers.medium import Medium
+
+SPILL = "spill"
+
+_SIZES_BYTES = (256 * 2**10, 2**20, 4 * 2**20, 8 * 2**20)
+_IN_FLIGHT = 2
+_ROUNDS = 6
+_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """How fast this machine computes: single-precision matrix products and copies within memory."""
+
+    matmul_flop_per_s: float
+    copy_bytes_per_s: float
+
+
+def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return (latency_s, bytes_per_s) of t = latency + n / bandwidth, fitted to (bytes, seconds) pairs.
+
+    Least squares on relative error, so that small transfers, which tell the latency, count as much as large ones. The
+    latency is never negative: where the free fit says so, it is zero and only the bandwidth is fitted.
+    """
+    points = [(nbytes, seconds) for nbytes, seconds in samples if nbytes > 0 and seconds > 0]
+    if not points:
+        raise ValueError("no transfer of more than zero bytes and seconds to fit: measure at least one")
+    # With weights w = 1 / t^2, minimise sum w (L + n G - t)^2.
+    sum_w = sum(1 / t**2 for _, t in points)
+    sum_n = sum(n / t**2 for n, t in points)
+    sum_nn = sum(n * n / t**2 for n, t in points)
+    sum_t = sum(1 / t for _, t in points)
+    sum_nt = sum(n / t for n, t in points)
+    determinant = sum_w * sum_nn - sum_n**2
+    # One size only, or sizes too close to tell latency from bandwidth.
+    if determinant <= 1e-9 * sum_w * sum_nn:
+        return 0.0, sum_nn / sum_nt
+    latency_s = (sum_t * sum_nn - sum_nt * sum_n) / determinant
+    gap_s = (sum_w * sum_nt - sum_n * sum_t) / determinant
+    if latency_s < 0:
+        return 0.0, sum_nn / sum_nt
+    if gap_s <= 0:
+        # Noise made large transfers look no slower than small ones: trust the best rate that was seen.
+        return 0.0, max(n / t for n, t in points)
+    return latency_s, 1 / gap_s
+
+
+def measure_link(medium: Medium, *, clock: Callable[[], float] = time.perf_counter) -> Link:
+    """Measure the path to `medium`, in about a second, with at most 160 MiB written at offset 0 and after.
+
+    Without O_DIRECT the figures are those of the page cache, which is what the first transfers will see.
+    """
+    writes: dict[int, list[float]] = {}
+    reads: dict[int, list[float]] = {}
+    sizes = [size for size in _SIZES_BYTES if _fits(medium, size)] or [_SIZES_BYTES[0]]
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="lowtide-probe"))
+        buffers = [stack.enter_context(_pages(_SIZES_BYTES[-1])) for _ in range(_IN_FLIGHT)]
+
+        def time_both(operation: Callable[[int, memoryview], None], size: int) -> float:
+            start = clock()
+            moves = [pool.submit(operation, lane * _SIZES_BYTES[-1], view[:size]) for lane, view in enumerate(buffers)]
+            for move in moves:
+                move.result()
+            return (clock() - start) / _IN_FLIGHT
+
+        begun = clock()
+        last_size, last_s = 0, 0.0
+        for size in sizes * _ROUNDS:
+            # A slow disk is known after its small transfers: stop before a large one that would take too long.
+            expected_s = last_s * max(1.0, size / last_size) if last_size else 0.0
+            if clock() - begun + expected_s > _PATIENCE_S:
+                break
+            start = clock()
+            writes.setdefault(size, []).append(time_both(medium.write_at, size))
+            reads.setdefault(size, []).append(time_both(medium.read_at, size))
+            last_size, last_s = size, clock() - start
+    write_latency_s, write_bytes_per_s = fit_line(_typical(writes))
+    read_latency_s, read_bytes_per_s = fit_line(_typical(reads))
+    return Link(
+        write_bytes_per_s=write_bytes_per_s,
+        read_bytes_per_s=read_bytes_per_s,
+        write_latency_s=write_latency_s,
+        read_latency_s=read_latency_s,
+    )
+
+
+def measure_compute() -> Compute:
+    """Measure matrix products and copies with torch, in about half a second."""
+    import torch
+
+    side = 1024
+    a, b = torch.rand(side, side), torch.rand(side, side)
+    out = torch.empty(side, side)
+    matmul_s = _best(lambda: torch.mm(a, b, out=out))
+    source = torch.rand(16 * 2**20)
+    target = torch.empty_like(source)
+    copy_s = _best(lambda: target.copy_(source))
+    return Compute(matmul_flop_per_s=2 * side**3 / matmul_s, copy_bytes_per_s=source.nbytes / copy_s)
+
+
+def measure_machine(medium: Medium, *, compute: Compute | None = None) -> Machine:
+    """Measure the link to `medium` and, unless `compute` is given, this machine's speed."""
+    compute = compute or measure_compute()
+    return Machine(
+        name=platform.node() or "this machine",
+        links={SPILL: measure_link(medium)},
+        copy_bytes_per_s=compute.copy_bytes_per_s,
+        source="measured",
+    )
+
+
+def assumed_machine() -> Machine:
+    """Return a machine with an ordinary disk, for planning where nothing was measured."""
+    link = Link(write_bytes_per_s=1e9, read_bytes_per_s=1.5e9, write_latency_s=2e-4, read_latency_s=2e-4)
+    return Machine(name="assumed", links={SPILL: link})
+
+
+def machine_path() -> Path:
+    """Return where the machine is kept: in $LOWTIDE_CACHE, else $XDG_CACHE_HOME/lowtide, else ~/.cache/lowtide."""
+    cache = os.environ.get("LOWTIDE_CACHE")
+    if cache:
+        return Path(cache) / "machine.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide" / "machine.json"
+
+
+def machine_to_dict(machine: Machine) -> dict[str, Any]:
+    """Return `machine` as JSON values, with the format's version."""
+    return {"version": MACHINE_VERSION, **asdict(machine)}
+
+
+def machine_from_dict(values: Mapping[str, Any]) -> Machine:
+    """Return the machine that `values` describe; extra keys are ignored."""
+    if values.get("version") != MACHINE_VERSION:
+        found = values.get("version")
+        raise TraceError(f"machine file of version {found!r}, not {MACHINE_VERSION}: run 'lowtide probe'")
+    try:
+        links = {str(name): Link(**link) for name, link in values["links"].items()}
+        if any(link.write_bytes_per_s <= 0 or link.read_bytes_per_s <= 0 for link in links.values()):
+            raise ValueError("a bandwidth is not positive")
+        return Machine(
+            name=str(values["name"]),
+            links=links,
+            copy_bytes_per_s=float(values["copy_bytes_per_s"]),
+            source=str(values["source"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"machine file is damaged ({error!r}): run 'lowtide probe'") from error
+
+
+def save_machine(
+    machine: Machine, *, directories: Sequence[Path], compute: Compute | None = None, path: Path | None = None
+) -> Path:
+    """Keep `machine`, with the spill `directories` it was measured on, and return the file."""
+    path = path or machine_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {
+        **machine_to_dict(machine),
+        "directories": [str(Path(directory).absolute()) for directory in directories],
+        "compute": None if compute is None else asdict(compute),
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".machine.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(values, file, indent=2, sort_keys=True)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load_machine(*, directories: Sequence[Path] | None = None, path: Path | None = None) -> Machine | None:
+    """Return the machine kept by `save_machine`, or None if there is none to use.
+
+    With `directories`, only one that was measured on the same filesystems counts. The file is a cache: one that is
+    damaged or of another version is as good as none.
+    """
+    try:
+        values = json.loads((path or machine_path()).read_text(encoding="utf-8"))
+        machine = machine_from_dict(values)
+        if directories is not None and _devices(directories) != _devices(values["directories"]):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return machine
+
+
+def _devices(directories: Sequence[Path | str]) -> list[int]:
+    return sorted(Path(directory).stat().st_dev for directory in directories)
+
+
+def _fits(medium: Medium, size: int) -> bool:
+    capacity = medium.capacity_bytes
+    return capacity is None or (_IN_FLIGHT - 1) * _SIZES_BYTES[-1] + size <= capacity
+
+
+def _typical(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
+    """Return the median of each size, without the first round, which also lays the file out, where there are more."""
+    return [(size, statistics.median(seen[1:] or seen)) for size, seen in times.items() if seen]
+
+
+@contextlib.contextmanager
+def _pages(nbytes: int) -> Iterator[memoryview]:
+    """Give page-aligned memory filled with bytes that a filesystem cannot compress."""
+    with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
+        view[:] = os.urandom(nbytes)
+        yield view
+
+
+def _best(work: Callable[[], object]) -> float:
+    work()
+    best_s, begun = float("inf"), time.perf_counter()
+    while time.perf_counter() - begun < 0.25:
+        start = time.perf_counter()
+        work()
+        best_s = min(best_s, time.perf_counter() - start)
+    return best_s

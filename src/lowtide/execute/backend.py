@@ -1,0 +1,155 @@
+"""The boundary between the runtime and the memory it manages.
+
+Everything that knows a device lives behind `Backend`: accounting of fast memory, starting and waiting for transfers,
+ordering against compute, the clock. The residency machine, the plan language and the policies are the same above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from lowtide.core.log import LogEntry
+from lowtide.errors import BudgetTooSmall
+from lowtide.execute.residency import Event
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Packed(NamedTuple):
+    """A saved tensor as the backend knows it. `version` is the tensor's when it was saved."""
+
+    pack: int
+    record: int
+    is_new: bool
+    nbytes: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Fast memory and traffic at one instant."""
+
+    live_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    stall_s: float
+    written_bytes: int
+    read_bytes: int
+    fresh_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What was logged of a step."""
+
+    entries: list[LogEntry]
+    names: list[str]
+
+
+class Backend(Protocol):
+    """Fast memory with a budget, and the way to the tier below it. Calls that may wait say so."""
+
+    exact_budget: bool
+    """Whether the budget is enforced at every allocation (False: accounted for, and only advisory)."""
+
+    def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
+        """Enforce a budget; call `on_pressure(need_bytes)` when an allocation lacks room (it answers the bytes in flight,
+        below zero to give up)."""
+        ...
+
+    def storage_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of the storage behind a tensor, of which it may be a small part."""
+        ...
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Note a saved tensor."""
+        ...
+
+    def version(self, pack: int) -> int:
+        """Return the saved tensor's version now."""
+        ...
+
+    def tensor(self, pack: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the saved tensor, or None if its record is not in fast memory."""
+        ...
+
+    def close_pack(self, pack: int) -> None:
+        """Forget a saved tensor. May be called on any thread, at any time."""
+        ...
+
+    def watch(self, record: int) -> None:
+        """Report `Sole` when nobody else holds the record any more (new records are watched from the start)."""
+        ...
+
+    def events(self) -> list[Event]:
+        """Return what happened in the background since the last call."""
+        ...
+
+    def write(self, record: int, nbytes: int) -> bool:
+        """Start to write a record, whose fast bytes go when that landed; False if it is held. Raises `SpillFull`."""
+        ...
+
+    def keep(self, record: int) -> bool:
+        """Keep a leaving record; False if it has left already."""
+        ...
+
+    def drop(self, record: int) -> bool:
+        """Give up a clean record's fast bytes; False if it cannot be moved now."""
+        ...
+
+    def prefetch(self, record: int) -> bool:
+        """Start to bring a record back if there is room now; False if there is none."""
+        ...
+
+    def fetch(self, record: int) -> None:
+        """Start to bring a record back, waiting for room. Raises `BudgetTooSmall`."""
+        ...
+
+    def wait(self, record: int) -> None:
+        """Wait for a record's transfer. Raises `SpillError` if it failed."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return the numbers now."""
+        ...
+
+    def observe(self, *, names: bool, log: bool) -> None:
+        """Watch which operator runs, and log the step in full."""
+        ...
+
+    def take_log(self) -> Log:
+        """Stop the log and return it."""
+        ...
+
+    def mark_unpack(self, pack: int) -> None:
+        """Log that autograd unpacked this."""
+        ...
+
+    def mark_module(self, name: str) -> None:
+        """Log that this module's operators follow."""
+        ...
+
+    def serial_of(self, tensor: torch.Tensor) -> int:
+        """Return the number under which the log knows a tensor's storage."""
+        ...
+
+    @property
+    def refusals(self) -> int:
+        """How many allocations were refused so far."""
+        ...
+
+    def too_small(self) -> BudgetTooSmall:
+        """Return the error for the allocation that was refused last."""
+        ...
+
+    def refresh_static(self) -> None:
+        """Bring the accounting of memory from other allocators up to date."""
+        ...
+
+    def close(self, *, bring_back: bool = True) -> None:
+        """Lift the budget and remove the spill; `bring_back` what is still saved, or let it go with the tier."""
+        ...

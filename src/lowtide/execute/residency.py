@@ -1,0 +1,439 @@
+"""Where every saved storage is: a pure state machine, events in, commands out.
+
+The runtime drives it with real hooks and threads, a simulator can with a virtual clock. It imports no torch and does no
+I/O. A *record* is a storage that autograd saved, named by a number; `key` is its ordinal among the step's records,
+which is how a plan made from an earlier step names it.
+
+Rules cited below (docs/concepts.md): R2 within budget, R4 a value leaves only after the tier confirms it, R8 whatever
+differs from the plan runs reactively.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Residence(Enum):
+    """Where a record's bytes are, and who pays for them.
+
+    RESIDENT: fast memory only.
+    LEAVING: being written; fast memory still pays.
+    CLEAN: fast memory and tier both hold it; giving up fast memory costs nothing.
+    AWAY: only the tier holds it.
+    ARRIVING: being read; fast memory pays already.
+    """
+
+    RESIDENT = auto()
+    LEAVING = auto()
+    CLEAN = auto()
+    AWAY = auto()
+    ARRIVING = auto()
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Autograd saved a storage that was not a record yet."""
+
+    record: int
+    nbytes: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sole:
+    """Nobody but Lowtide holds the record's storage any more: giving it up frees memory."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """Autograd asks for the record now; it is pinned until `Used`."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """The record was handed to autograd."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The plan wants these keys on their way back."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The plan wants these keys gone again, once nobody else holds them."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A write landed; `resident`: the bytes were kept in fast memory too."""
+
+    record: int
+    resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """A write failed: the record stays where it is and is not tried again (R4)."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A read ended well."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read failed: the record is still away."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The backend gave up a clean record's fast bytes."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The backend could not move the record: the program holds it again."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """A prefetch found no room; it is tried again at the next event."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Autograd let go of the record."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """An allocation lacks `need_bytes`."""
+
+    need_bytes: int
+
+
+Event = (
+    Saved
+    | Sole
+    | Needed
+    | Used
+    | Due
+    | Leave
+    | Written
+    | WriteFailed
+    | Arrived
+    | ReadFailed
+    | Dropped
+    | Held
+    | NoRoom
+    | Gone
+    | Pressure
+)
+
+
+# ---- commands ----
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy the record to the tier and give up its fast bytes once that landed."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The record is leaving but wanted: keep its fast bytes when the write lands."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give up a clean record's fast bytes now."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Start to bring the record back if there is room right now."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the record back whatever it takes, and wait for it."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Report `Sole` when nobody else holds the record any more."""
+
+    record: int
+
+
+Command = Write | Keep | Drop | Prefetch | Fetch | Watch
+
+Victims = Callable[["Residency", int], Iterator[int]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    nbytes: int
+    key: int
+    last_access: int
+    where: Residence = Residence.RESIDENT
+    sole: bool = False
+    pinned: int = 0
+    failed: bool = False
+    leave: bool = False  # the plan wants it away as soon as that is possible
+
+
+class Residency:
+    """The state machine. It is also the `View` that a policy's `victims` looks at."""
+
+    def __init__(self, victims: Victims) -> None:
+        self._victims = victims
+        self._entries: dict[int, _Entry] = {}
+        self._by_key: dict[int, int] = {}
+        self._swapped: frozenset[int] = frozenset()
+        self._uses: Mapping[int, Sequence[int]] = {}
+        self._deferred: list[int] = []
+        self._clock = 0
+
+    # ---- the step ----
+
+    def follow(self, *, swapped: frozenset[int], uses: Mapping[int, Sequence[int]]) -> list[Command]:
+        """Follow a plan: write out the records with these keys when they can go; expect uses at these event numbers."""
+        self._swapped = swapped
+        self._uses = uses
+        commands: list[Command] = []
+        for key, record in self._by_key.items():
+            entry = self._entries[record]
+            entry.leave = key in swapped and self.next_use(record) >= self._clock
+            commands += self._send_away(record, entry)
+        return commands
+
+    def begin_step(self) -> None:
+        """Start to number events and keys from zero."""
+        self._clock = 0
+        self._by_key.clear()
+        self._deferred.clear()
+
+    def react(self) -> None:
+        """Follow no plan: give up only what memory pressure asks for (R8)."""
+        self.follow(swapped=frozenset(), uses={})
+        self._deferred.clear()
+
+    def tick(self) -> None:
+        """Count one save or use of the step."""
+        self._clock += 1
+
+    # ---- what a policy sees ----
+
+    def evictable(self) -> Sequence[int]:
+        """Return the records whose bytes could be given up now."""
+        return [record for record, entry in self._entries.items() if self._may_leave(entry)]
+
+    def nbytes(self, record: int) -> int:
+        """Return the bytes that giving up `record` frees."""
+        return self._entries[record].nbytes
+
+    def clean(self, record: int) -> bool:
+        """Tell whether the tier already holds a valid copy."""
+        return self._entries[record].where is Residence.CLEAN
+
+    def last_access(self, record: int) -> int:
+        """Return the event at which `record` was last touched."""
+        return self._entries[record].last_access
+
+    def next_use(self, record: int) -> float:
+        """Return the event of the next use (`math.inf`: not known)."""
+        uses = self._uses.get(self._entries[record].key, ())
+        return next((use for use in uses if use >= self._clock), math.inf)
+
+    def where(self, record: int) -> Residence | None:
+        """Return where a record is (None: no such record)."""
+        entry = self._entries.get(record)
+        return entry.where if entry else None
+
+    def leaving_bytes(self) -> int:
+        """Return the bytes whose write is in flight."""
+        return sum(e.nbytes for e in self._entries.values() if e.where is Residence.LEAVING)
+
+    def moving_bytes(self) -> int:
+        """Return the bytes in flight either way that nobody waits for."""
+        moving = (Residence.LEAVING, Residence.ARRIVING)
+        return sum(e.nbytes for e in self._entries.values() if e.where in moving and not e.pinned)
+
+    def records(self) -> list[int]:
+        """Return all records."""
+        return list(self._entries)
+
+    # ---- events ----
+
+    def on(self, event: Event) -> list[Command]:
+        """Take in one event and return what to do about it, in order."""
+        match event:
+            case Saved(record, nbytes, key):
+                leave = key in self._swapped
+                self._entries[record] = _Entry(nbytes=nbytes, key=key, last_access=self._clock, leave=leave)
+                self._by_key[key] = record
+                return []
+            case Due(keys):
+                return self._prefetches([self._by_key[key] for key in keys if key in self._by_key])
+            case Leave(keys):
+                return self._leave_again([self._by_key[key] for key in keys if key in self._by_key])
+            case Pressure(need_bytes):
+                return list(self._make_room(need_bytes))
+            case _:
+                entry = self._entries.get(event.record)
+                return self._on_record(event, entry) if entry else []
+
+    def retry_deferred(self) -> list[Command]:
+        """Return the prefetches that found no room earlier, once more."""
+        if not self._deferred:
+            return []
+        records, self._deferred = self._deferred, []
+        return self._prefetches(records)
+
+    def _on_record(self, event: Event, entry: _Entry) -> list[Command]:
+        match event:
+            case Sole(record):
+                entry.sole = True
+                return self._send_away(record, entry)
+            case Needed(record):
+                entry.last_access = self._clock
+                entry.pinned += 1
+                entry.leave = False
+                return self._bring_back(record, entry)
+            case Used():
+                entry.pinned -= 1
+            case Written(_, resident):
+                entry.where = Residence.CLEAN if resident else Residence.AWAY
+            case WriteFailed():
+                entry.where = Residence.RESIDENT
+                entry.failed = True
+            case Arrived():
+                entry.where = Residence.CLEAN
+            case ReadFailed() | Dropped():
+                entry.where = Residence.AWAY
+            case Held(record):
+                if entry.where is Residence.LEAVING:
+                    entry.where = Residence.RESIDENT
+                entry.sole = False
+                return [Watch(record)]
+            case NoRoom(record):
+                entry.where = Residence.AWAY
+                self._deferred.append(record)
+            case Gone(record):
+                del self._entries[record]
+                if self._by_key.get(entry.key) == record:
+                    del self._by_key[entry.key]
+        return []
+
+    def _bring_back(self, record: int, entry: _Entry) -> list[Command]:
+        match entry.where:
+            case Residence.LEAVING:
+                return [Keep(record)]
+            case Residence.AWAY:
+                entry.where = Residence.ARRIVING
+                return [Fetch(record)]
+            case Residence.ARRIVING:
+                return [Fetch(record)]
+            case _:
+                return []
+
+    def _prefetches(self, records: Sequence[int]) -> list[Command]:
+        commands: list[Command] = []
+        for record in records:
+            entry = self._entries.get(record)
+            if entry is None:
+                continue
+            entry.leave = False
+            if entry.where is Residence.AWAY:
+                entry.where = Residence.ARRIVING
+                commands.append(Prefetch(record))
+            elif entry.where is Residence.LEAVING:
+                commands.append(Keep(record))
+        return commands
+
+    def _leave_again(self, records: Sequence[int]) -> list[Command]:
+        commands: list[Command] = []
+        for record in records:
+            entry = self._entries[record]
+            entry.leave, entry.sole = True, False  # whoever uses it now may still hold it
+            commands.append(Watch(record))
+        return commands
+
+    def _send_away(self, record: int, entry: _Entry) -> list[Command]:
+        if not entry.leave or not self._may_leave(entry):
+            return []
+        if entry.where is Residence.CLEAN:
+            return [Drop(record)]
+        entry.where = Residence.LEAVING
+        return [Write(record)]
+
+    def _make_room(self, need_bytes: int) -> Iterator[Command]:
+        # What is on its way out already counts: it is waited for, not doubled.
+        missing = need_bytes - self.leaving_bytes()
+        if missing <= 0:
+            return
+        for record in self._victims(self, missing):
+            entry = self._entries[record]
+            if entry.where is Residence.CLEAN:
+                yield Drop(record)
+            elif entry.where is Residence.RESIDENT:
+                entry.where = Residence.LEAVING
+                yield Write(record)
+
+    def _may_leave(self, entry: _Entry) -> bool:
+        if entry.pinned or not entry.sole:
+            return False
+        if entry.where is Residence.CLEAN:
+            return True
+        return entry.where is Residence.RESIDENT and not entry.failed
+
+    def validate(self) -> None:
+        """Check what must hold after every event; raises AssertionError. For tests and strict mode."""
+        for record, entry in self._entries.items():
+            assert entry.nbytes > 0, f"record {record} has {entry.nbytes} bytes"
+            assert entry.pinned >= 0, f"record {record} was used more often than it was needed"
+        for key, record in self._by_key.items():
+            assert self._entries[record].key == key, f"key {key} names record {record}, which has another"

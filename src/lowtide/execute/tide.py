@@ -1,0 +1,312 @@
+"""`fit` and `Tide`: what a user holds."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import statistics
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Self, TypeVar
+
+import torch
+
+from lowtide import registry
+from lowtide.core.machine import Machine
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.trace import Trace
+from lowtide.errors import BadArgument, LowtideError, NativeUnavailable
+from lowtide.estimate.links import machine_for
+from lowtide.execute.backend import Backend
+from lowtide.execute.recorder import Recorder
+from lowtide.execute.runtime import Runtime
+from lowtide.execute.steps import compile_plan
+from lowtide.memory.budget import BudgetLike, parse_budget
+from lowtide.plan.policy import Policy
+from lowtide.tiers.medium import Medium
+from lowtide.tiers.open import Spill, open_medium
+
+# The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
+# state exist, is the allocator warm, and do operators take the time they will go on taking.
+_RECORDINGS = 2
+# Steps to record after one that matched no plan: it is planned once it repeats (R8).
+_ALERT_STEPS = 8
+
+
+T = TypeVar("T")
+
+
+class Tide:
+    """A training inside a budget, made by `fit`: wrap each step in `step()`, ask `stats()`, `close()` at the end."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        budget: BudgetLike,
+        spill: Spill,
+        policy: str | Policy,
+        verify: bool,
+        strict: bool = False,
+    ) -> None:
+        self._policy = registry.policy(policy)
+        budgets = parse_budget(budget, held_bytes=_held_bytes(models, optimizers))
+        self._budget_bytes = budgets.fast_bytes
+        medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
+        try:
+            self._machine: Machine = machine_for(medium)
+            self._backend = _open_backend(medium, verify=verify)
+        except BaseException:
+            medium.close()
+            raise
+        # What is worth moving depends on the budget: a small model under a small one works as a large one does.
+        least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
+        self._runtime = Runtime(self._backend, self._policy, least_bytes=least_bytes, strict=strict)
+        self._recorder = Recorder(self._backend, models, optimizers)
+        self._recorded: dict[tuple[int, ...], int] = {}
+        self._alert = 1
+        self._seen: set[int] = set()
+        self._trace: Trace | None = None
+        self._plan: Plan | None = None
+        self._step_s: list[float] = []
+        self._step_stall_s = 0.0
+        self._static_bytes = 0
+        self._inside = False
+        self._closed = False
+        self._pid = os.getpid()
+        try:
+            self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
+        except BaseException:
+            self._backend.close()
+            raise
+        self._static_bytes = self._backend.usage().live_bytes
+        # Not a bound method of self: a forgotten tide may be collected; but at exit an open one is closed.
+        reference = weakref.ref(self)
+        self._at_exit = lambda: _close_if_alive(reference)
+        atexit.register(self._at_exit)
+
+    # ---- the loop ----
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one training step (or an evaluation pass) inside the budget."""
+        if self._closed:
+            raise BadArgument("this tide is closed: open a new one with lowtide.fit(...)")
+        if self._inside:
+            raise BadArgument("tide.step() is already active: steps cannot be nested")
+        self.begin_step()
+        try:
+            with self.turning_refusals_into_errors(), self.hooks():
+                yield
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step()
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Return the context in which what autograd saves is managed, on this thread."""
+        return self._runtime.hooks()
+
+    @contextmanager
+    def turning_refusals_into_errors(self) -> Iterator[None]:
+        """Raise `BudgetTooSmall` for an allocation that the budget refused inside this context."""
+        refusals = self._backend.refusals
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._runtime.failure is not None:  # Ctrl-C while it waited for room, for one
+                raise self._runtime.take_failure() from error
+            if self._backend.refusals == refusals:
+                raise
+            raise self._backend.too_small() from error
+
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learn of an optimizer: its tensors get their kinds in traces."""
+        self._recorder.know(optimizer)
+
+    def begin_step(self) -> None:
+        """Start a step without managing hooks: `step()` and the script runner do that."""
+        self._inside = True
+        self._backend.refresh_static()
+        self._static_bytes = self._backend.usage().live_bytes
+        self._runtime.begin_step()
+        if self._alert > 0:
+            self._recorder.start()
+        else:
+            self._backend.observe(names=self._under_pressure, log=False)
+        self._started = time.perf_counter()
+        self._stall_before = self._backend.usage().stall_s
+
+    def end_step(self) -> None:
+        """End a step that went well: learn from it and plan the next."""
+        self._inside = False
+        self._step_s.append(time.perf_counter() - self._started)
+        self._step_stall_s = self._backend.usage().stall_s - self._stall_before
+        if self._runtime.failure is not None:
+            raise self._runtime.take_failure()
+        self._learn()
+
+    def abandon_step(self) -> None:
+        """End a step that raised: nothing is learnt from it."""
+        self._inside = False
+        if self._recorder.recording:
+            self._backend.take_log()
+            self._recorder.cancel()
+
+    def _learn(self) -> None:
+        matcher = self._runtime.matcher
+        followed = matcher.finish()
+        signature = tuple(matcher.signature)
+        self._alert = max(0, self._alert - 1)
+        if not signature:  # an evaluation pass: nothing was saved
+            if self._recorder.recording:
+                self._backend.take_log()
+                self._recorder.cancel()
+                self._alert = max(1, self._alert)
+            return
+        times_recorded = self._recorded.get(signature, 0)
+        if self._recorder.recording:
+            recorded = self._recorder.stop()
+            # Another kind of step than all before is planned once it repeats; the very first at once.
+            repeats = not self._recorded or hash(signature) in self._seen
+            if times_recorded < _RECORDINGS and (repeats or followed is not None):
+                self._trace = recorded.trace
+                self._plan = self._policy.plan(
+                    Problem(trace=recorded.trace, machine=self._machine, budget_bytes=self._budget_bytes, tier="spill")
+                )
+                matcher.add(compile_plan(self._plan, recorded, signature))
+                times_recorded = self._recorded[signature] = times_recorded + 1
+        self._seen.add(hash(signature))
+        if times_recorded == 0:
+            self._alert = _ALERT_STEPS
+        elif times_recorded < _RECORDINGS:
+            self._alert = max(1, self._alert)
+        elif followed is not None:
+            self._alert = 0
+
+    @property
+    def _under_pressure(self) -> bool:
+        return self._trace is None or self._trace.peak_bytes > self._budget_bytes
+
+    # ---- answers ----
+
+    def stats(self) -> dict[str, object]:
+        """Return what happened so far: bytes, seconds and counts, ready for a logger."""
+        usage = self._backend.usage()
+        return {
+            "budget_bytes": self._budget_bytes,
+            "budget_exact": self._backend.exact_budget,
+            "peak_bytes": usage.peak_bytes,
+            "peak_reserved_bytes": usage.peak_reserved_bytes,
+            "static_bytes": self._static_bytes,
+            "swapped_out_bytes": usage.written_bytes,
+            "swapped_in_bytes": usage.read_bytes,
+            "stall_s": usage.stall_s,
+            "last_step_stall_s": self._step_stall_s,
+            "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
+            "last_step_s": self._step_s[-1] if self._step_s else 0.0,
+            "steps": len(self._step_s),
+            "policy": self._policy.name,
+            "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
+            "unmanaged": dict(self._runtime.unmanaged),
+        }
+
+    def trace(self) -> Trace:
+        """Return the last recorded step. Raises `BadArgument` before the first step has ended."""
+        if self._trace is None:
+            raise BadArgument("no step was recorded yet: run one inside tide.step() first")
+        return self._trace
+
+    def plan(self) -> Plan | None:
+        """Return the plan made last (None before the first step has ended)."""
+        return self._plan
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Lift the budget and remove the spill; what a live graph still needs is brought back first."""
+        self._close(bring_back=True)
+
+    def _close(self, *, bring_back: bool) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._recorder.cancel()
+        self._backend.close(bring_back=bring_back)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        # After an exception its traceback holds the graph, which nobody will run backward: bringing all of it back would
+        # take the time, and the memory beyond the budget, for nothing.
+        self._close(bring_back=kind is None)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            with suppress(LowtideError):
+                self.close()
+
+
+def fit(
+    model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    budget: BudgetLike,
+    spill: Spill = None,
+    policy: str | Policy = "auto",
+    verify: bool = False,
+) -> Tide:
+    """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
+
+    `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
+    "40GiB"}. `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an
+    object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `model` and
+    `optimizer` (one, several or none) are not changed; they tell parameters from activations in traces and reports.
+    """
+    models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
+    optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
+    return Tide(models, optimizers, budget=budget, spill=spill, policy=policy, verify=verify)
+
+
+def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str) -> list[T]:
+    if given is None:
+        return []
+    if isinstance(given, kind):
+        return [given]
+    items = list(given) if isinstance(given, Iterable) else [given]
+    for item in items:
+        if not isinstance(item, kind):
+            raise BadArgument(f"{name} is a {type(item).__name__}: pass {what}, a list of them or None")
+    return items
+
+
+def _open_backend(medium: Medium, *, verify: bool) -> Backend:
+    from lowtide.execute.cpu import CpuBackend
+
+    try:
+        return CpuBackend(medium, verify=verify)
+    except NativeUnavailable as error:
+        from lowtide.execute.advisory import AdvisoryBackend
+
+        return AdvisoryBackend(medium, verify=verify, reason=str(error))
+
+
+def _held_bytes(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the bytes of the tensors that exist already: "auto" counts them in, the kernel counts them as used."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    for optimizer in optimizers:
+        tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    return sum(sizes.values())
+
+
+def _close_if_alive(reference: weakref.ref[Tide]) -> None:
+    tide = reference()
+    if tide is not None:
+        with suppress(LowtideError):
+            tide._close(bring_back=False)

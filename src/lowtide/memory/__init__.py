@@ -1,0 +1,1 @@
+"""The fast tier: a hard byte budget over tensor memory."""

@@ -1,0 +1,237 @@
+"""What the user's budget means in bytes, and what "auto" may take on this machine.
+
+"auto" is the tensor memory this process may hold: the least that any limit above it still leaves, plus what its tensors
+hold already (those bytes are in every usage counter), less a margin. The limits are
+
+- the host's available memory,
+- every memory cgroup from the process's own up to the root, v1 and v2 alike: `limit - usage`, where page cache that the
+  kernel would drop first (`inactive_file`) does not count as usage,
+- the process's own RLIMIT_DATA and RLIMIT_AS.
+
+The margin is a tenth, and at least 256 MiB: threads' stacks, library scratch, and neighbours that grow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from lowtide.core.units import format_bytes, parse_bytes
+from lowtide.errors import BadArgument
+
+MARGIN_SHARE = 0.1
+MARGIN_MIN_BYTES = 256 * 2**20
+
+# v1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real comes near.
+_V1_UNLIMITED_BYTES = 2**60
+
+BudgetLike = int | str | Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """A budget in bytes for each tier; `disk_bytes` None means as much as the disk has."""
+
+    fast_bytes: int
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """One bound on this process's memory: who sets it, how high it is, and what it leaves."""
+
+    source: str
+    limit_bytes: int
+    left_bytes: int
+
+
+def parse_budget(budget: BudgetLike, *, held_bytes: int = 0, root: Path = Path("/")) -> Budgets:
+    """Return what `budget` allows in each tier: bytes, "2GiB", "auto", or {"cpu": "2GiB", "disk": "40GiB"}.
+
+    `held_bytes` is what this process's tensors hold now; only "auto" looks at it. `root` is where /proc and
+    /sys/fs/cgroup are looked for. Raises BadArgument in one line that says what to pass instead.
+    """
+    if not isinstance(budget, Mapping):
+        return Budgets(fast_bytes=_fast_bytes(budget, held_bytes=held_bytes, root=root))
+    unknown = [key for key in budget if key not in ("cpu", "disk")]
+    if unknown:
+        raise BadArgument(f"unknown tier {unknown[0]!r} in the budget: use 'cpu' and 'disk', as in {_EXAMPLE}")
+    if "cpu" not in budget:
+        raise BadArgument(f"the budget names no 'cpu' bytes: state them, as in {_EXAMPLE}")
+    disk = budget.get("disk")
+    return Budgets(
+        fast_bytes=_fast_bytes(budget["cpu"], held_bytes=held_bytes, root=root),
+        disk_bytes=None if disk is None else _positive_bytes(disk, what="disk budget"),
+    )
+
+
+_EXAMPLE = "{'cpu': '2GiB', 'disk': '40GiB'}"
+
+
+def auto_bytes(*, held_bytes: int = 0, root: Path = Path("/")) -> int:
+    """Return the tensor memory this process may hold: the least any limit leaves, plus `held_bytes`, less a margin."""
+    limits = memory_limits(root=root)
+    if not limits:
+        raise BadArgument("budget 'auto' needs /proc/meminfo, which this system lacks: state bytes, such as '2GiB'")
+    tightest = min(limits, key=lambda limit: limit.left_bytes)
+    usable = tightest.left_bytes + held_bytes
+    margin = max(int(usable * MARGIN_SHARE), MARGIN_MIN_BYTES)
+    if usable <= margin:
+        raise BadArgument(
+            f"budget 'auto' finds {format_bytes(usable)} ({tightest.source}), not more than its margin of "
+            f"{format_bytes(margin)}: free memory, raise that limit, or state bytes"
+        )
+    return usable - margin
+
+
+def memory_limits(*, root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """Return every bound on this process's memory that can be read under `root`."""
+    return (*_host_limit(root), *_cgroup_limits(root), *_process_limits(root))
+
+
+def _fast_bytes(budget: object, *, held_bytes: int, root: Path) -> int:
+    if isinstance(budget, str) and budget.strip().lower() == "auto":
+        return auto_bytes(held_bytes=held_bytes, root=root)
+    return _positive_bytes(budget, what="budget")
+
+
+def _positive_bytes(value: object, *, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise BadArgument(f"{what} {value!r} is no number of bytes: pass an int or a text such as '2GiB'")
+    try:
+        nbytes = parse_bytes(value)
+    except ValueError as error:
+        raise BadArgument(f"{what}: {error}") from None
+    if nbytes <= 0:
+        raise BadArgument(f"{what} {value!r} leaves no memory to work in: pass more than zero bytes, such as '2GiB'")
+    return nbytes
+
+
+def _host_limit(root: Path) -> Iterator[MemoryLimit]:
+    fields = _fields(root / "proc/meminfo")
+    if "MemAvailable" in fields:
+        total = fields.get("MemTotal", fields["MemAvailable"])
+        yield MemoryLimit(source="host memory", limit_bytes=total, left_bytes=fields["MemAvailable"])
+
+
+def _process_limits(root: Path) -> Iterator[MemoryLimit]:
+    used = _fields(root / "proc/self/status")
+    for name, label, counter in (
+        ("Max data size", "RLIMIT_DATA", "VmData"),
+        ("Max address space", "RLIMIT_AS", "VmSize"),
+    ):
+        found = re.search(rf"^{name}\s+(\d+)\s", _text(root / "proc/self/limits"), re.MULTILINE)
+        if found and counter in used:
+            limit = int(found.group(1))
+            yield MemoryLimit(source=label, limit_bytes=limit, left_bytes=max(0, limit - used[counter]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hierarchy:
+    """A mounted cgroup hierarchy that may account memory: the files it uses, and where the process sits in it."""
+
+    label: str
+    mount: Path
+    own: PurePosixPath
+    limit_files: tuple[str, ...]
+    usage_file: str
+    cache_field: str
+
+
+def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
+    for hierarchy in _hierarchies(root):
+        for group in (hierarchy.own, *hierarchy.own.parents):
+            # A container may see its host's path here while its mount starts at its own group: then the deeper
+            # levels do not exist below the mount, and the mount's root is the process's group.
+            directory = hierarchy.mount / group.relative_to("/")
+            usage = _number(directory / hierarchy.usage_file)
+            if usage is None:
+                continue
+            dropped_first = _fields(directory / "memory.stat").get(hierarchy.cache_field, 0)
+            for name in hierarchy.limit_files:
+                limit = _number(directory / name)
+                if limit is not None and limit < _V1_UNLIMITED_BYTES:
+                    left = max(0, limit - max(0, usage - dropped_first))
+                    yield MemoryLimit(source=f"{hierarchy.label} {group} {name}", limit_bytes=limit, left_bytes=left)
+
+
+def _hierarchies(root: Path) -> Iterator[_Hierarchy]:
+    paths = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    mounts = _cgroup_mounts(root)
+    for kind, path in paths.items():
+        # One entry of each kind is enough: a hierarchy mounted twice shows the same numbers.
+        mount, mount_root = mounts.get(kind) or (_usual_mount(root, kind), "/")
+        # "/../x" names a group outside the namespace's root, which cannot be read from here: the root is the nearest.
+        own = PurePosixPath("/") if ".." in PurePosixPath(path).parts else PurePosixPath("/") / path
+        if own.is_relative_to(mount_root):
+            own = PurePosixPath("/") / own.relative_to(mount_root)
+        if kind == "cgroup2":
+            # memory.high throttles instead of killing, which is no speed to train at: it bounds as memory.max does.
+            limit_files = ("memory.max", "memory.high")
+            yield _Hierarchy(
+                label="cgroup v2",
+                mount=mount,
+                own=own,
+                limit_files=limit_files,
+                usage_file="memory.current",
+                cache_field="inactive_file",
+            )
+        else:
+            yield _Hierarchy(
+                label="cgroup v1",
+                mount=mount,
+                own=own,
+                limit_files=("memory.limit_in_bytes",),
+                usage_file="memory.usage_in_bytes",
+                cache_field="total_inactive_file",
+            )
+
+
+def _usual_mount(root: Path, kind: str) -> Path:
+    if kind == "cgroup":
+        return root / "sys/fs/cgroup/memory"
+    hybrid = root / "sys/fs/cgroup/unified"
+    return hybrid if hybrid.is_dir() else root / "sys/fs/cgroup"
+
+
+def _cgroup_mounts(root: Path) -> dict[str, tuple[Path, str]]:
+    """Return, for "cgroup" (v1, memory) and "cgroup2", the mount point below `root` and the group it starts at."""
+    found: dict[str, tuple[Path, str]] = {}
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        places, kinds = before.split(), after.split()
+        if len(places) < 5 or len(kinds) < 3:
+            continue
+        kind, options = kinds[0], kinds[2].split(",")
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options):
+            group, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), text) for text in places[3:5])
+            found.setdefault(kind, (root / point.lstrip("/"), group))
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a "name: 12 kB" or "name 12" file, in bytes."""
+    found = {}
+    for name, number, unit in re.findall(r"^(\w+):?[ \t]+(\d+)[ \t]*(kB)?$", _text(path), re.MULTILINE):
+        found[name] = int(number) * (1024 if unit else 1)
+    return found

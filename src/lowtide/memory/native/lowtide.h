@@ -1,0 +1,98 @@
+// What the native parts share: the budget (budget.cpp), the movers (mover.cpp) and the log (observe.cpp).
+#pragma once
+#include <Python.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace lowtide {
+
+constexpr int64_t kPage = 4096;
+// Below this a block comes from malloc with a header; from here on it is a range of whole pages, which a file tier can
+// read and write without a copy.
+constexpr int64_t kLarge = 64 << 10;
+
+inline int64_t round_to_page(int64_t n) {
+  return (n + kPage - 1) & ~(kPage - 1);
+}
+
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// ---- budget.cpp ----
+
+// How an allocation behaves when the budget is reached.
+enum class Patience {
+  kRefuse,  // return null at once: for prefetches, which must never take what an operator needs
+  kWait,    // ask for room, wait for write-outs in flight, and only then fail
+};
+
+// A block of `nbytes` under the budget, or nullptr. Never throws.
+void* take_block(int64_t nbytes, Patience patience);
+void give_block(void* block);
+c10::Allocator* budget_allocator();
+// The serial number of the block behind `storage`; the negated address of memory that is not ours.
+int64_t serial_of(const c10::StorageImpl* storage);
+// Bytes may have become free: wake allocations that wait.
+void notify_progress();
+void add_stall_ns(int64_t ns);
+bool in_forked_child();
+// Take care of our locks when the process forks. The last to register is the first to be locked: whoever locks before the
+// budget does, as the movers do, registers after it.
+void survive_forks();
+// Mark this thread's next allocation as room for a record that comes back (-1: end), its frees as evictions: for the log.
+void set_fetching_record(int64_t record);
+void set_evicting(bool value);
+
+// Drops the GIL for its lifetime if this thread holds it. Every wait does: whoever would free the memory may need it (R3).
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (state_) PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+// ---- mover.cpp ----
+
+// The bytes of transfers whose memory, if they free any, is not free yet.
+int64_t bytes_in_flight();
+
+// ---- observe.cpp ----
+
+// The values are part of the log's contract with capture/builder.py.
+enum class Event : int32_t {
+  kAlloc = 0,       // a: serial, b: bytes
+  kFree = 1,        // a: serial, b: bytes
+  kFetchAlloc = 2,  // a: serial, b: bytes, c: record; room for bytes that come back
+  kEvictFree = 3,   // a: serial, b: bytes; room given up because a tier holds the bytes
+  kOpBegin = 4,     // a: name, b: scope
+  kOpEnd = 5,       // a: name, b: scope
+  kRead = 6,        // a: serial, b: version, c: bytes; operands of the operator that began last
+  kWrite = 7,       // a: serial, b: version, c: bytes; results of the operator that ends next
+  kStall = 8,       // a: nanoseconds waited
+  kPack = 9,        // a: record, b: serial, c: bytes
+  kUnpack = 10,     // a: record
+  kSole = 11,       // a: record; nobody but Lowtide holds its storage
+  kGone = 12,       // a: record, b: 1 if its bytes were away then, c: bytes
+  kModule = 13,     // a: name
+  kMarker = 14,     // a, b: the caller's
+};
+
+extern std::atomic<bool> logging;
+void log_event(Event kind, int64_t a, int64_t b = 0, int64_t c = 0);
+// The innermost operator that runs on this thread, or "" if operators are not observed.
+const char* current_op();
+
+}  // namespace lowtide

@@ -1,0 +1,24 @@
+"""Keeps everything in memory: the step as it would run without Lowtide, and the yardstick for every other policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.core.plan import Plan, Problem
+from lowtide.plan.policy import View
+from lowtide.plan.sweep import predict
+
+
+class KeepAll:
+    """Moves nothing, so it only runs where the whole step fits."""
+
+    name = "keep_all"
+    summary = "moves nothing: the step has to fit as it is"
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return a plan without decisions."""
+        return Plan(policy=self.name, budget_bytes=problem.budget_bytes, prediction=predict(problem, ()))
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:  # noqa: ARG002 - the names are the protocol's
+        """Yield nothing: what does not fit fails."""
+        return iter(())

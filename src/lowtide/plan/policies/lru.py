@@ -1,0 +1,25 @@
+"""Least recently used: no foresight at all, the reactive baseline of every cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.core.plan import Plan, Problem
+from lowtide.plan.policy import View, until_covered
+
+
+class Lru:
+    """Waits until memory runs out, and then gives up what was touched longest ago."""
+
+    name = "lru"
+    summary = "reactive: gives up the least recently used when memory runs out"
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return a plan without decisions or prediction: what moves is only known when it happens."""
+        notes = ("reactive: victims are chosen when memory runs out",)
+        return Plan(policy=self.name, budget_bytes=problem.budget_bytes, notes=notes)
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Yield the least recently used first; among equals, those that cost no write."""
+        order = sorted(view.evictable(), key=lambda record: (view.last_access(record), not view.clean(record)))
+        return until_covered(order, view, need_bytes)

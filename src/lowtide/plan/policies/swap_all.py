@@ -1,0 +1,44 @@
+"""Swaps every gap and fetches one use ahead: the classic scheme of vDNN (Rhu et al., MICRO 2016, "vDNN-all").
+
+vDNN offloads the input of every layer as soon as the layer has run, and prefetches it while the layer before it in the
+backward pass runs. Here the unit is a gap and "the layer before" is the operator with the previous use of any gap.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.trace import Gap, Trace
+from lowtide.plan.policy import View, until_covered
+from lowtide.plan.sweep import predict
+
+
+class SwapAll:
+    """Moves everything that can be moved, whatever the budget is."""
+
+    name = "swap_all"
+    summary = "swaps every gap, fetched one use ahead"
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return a swap for every gap of the trace."""
+        swaps = tuple(
+            Swap(gap=gap, fetch_op=fetch_op, tier=problem.tier) for gap, fetch_op in one_use_ahead(problem.trace)
+        )
+        prediction = predict(problem, swaps)
+        return Plan(policy=self.name, budget_bytes=problem.budget_bytes, swaps=swaps, prediction=prediction)
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Yield the oldest first: they have waited longest for the link."""
+        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+
+
+def one_use_ahead(trace: Trace) -> Iterator[tuple[Gap, int]]:
+    """Yield every gap with the operator of the use before its own, or its own where that comes too soon."""
+    gaps = trace.gaps()
+    uses = sorted({gap.before_op for gap in gaps})
+    for gap in gaps:
+        position = bisect_left(uses, gap.before_op)
+        earlier = uses[position - 1] if position else -1
+        yield gap, earlier if earlier > gap.after_op else gap.before_op

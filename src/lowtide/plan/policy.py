@@ -1,0 +1,67 @@
+"""What a policy is: a planner before the step, and a judge of victims during it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from lowtide.core.plan import Plan, Problem
+
+
+class View(Protocol):
+    """What an online decision sees.
+
+    A *record* is a storage the runtime manages; *events* are numbered as they happen.
+    """
+
+    def evictable(self) -> Sequence[int]:
+        """Return the records whose bytes could be given up now."""
+        ...
+
+    def nbytes(self, record: int) -> int:
+        """Return the bytes that giving up `record` frees."""
+        ...
+
+    def clean(self, record: int) -> bool:
+        """Tell whether the tier already holds a valid copy, so that giving `record` up costs no write."""
+        ...
+
+    def last_access(self, record: int) -> int:
+        """Return the event at which `record` was last touched."""
+        ...
+
+    def next_use(self, record: int) -> float:
+        """Return the event of the next use, from the trace of the matching step (`math.inf`: not known)."""
+        ...
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides offline what a step moves, and online what to give up when memory runs out all the same."""
+
+    @property
+    def name(self) -> str:
+        """The name users select the policy by."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """One line for listings."""
+        ...
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the decisions for a step; never raises because the budget is small."""
+        ...
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Yield records to give up, best first, until `need_bytes` are covered or nothing is left."""
+        ...
+
+
+def until_covered(records: Iterable[int], view: View, need_bytes: int) -> Iterator[int]:
+    """Yield from `records`, in their order, until their bytes cover `need_bytes`."""
+    for record in records:
+        if need_bytes <= 0:
+            return
+        yield record
+        need_bytes -= view.nbytes(record)

@@ -1,0 +1,61 @@
+"""Finds what users name: built-in and third-party parts, loaded only when asked for.
+
+A package adds a policy with an entry point of the group `lowtide.policies` whose object is a policy, or a class or
+function that returns one when called without arguments. A built-in name cannot be taken over.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+from lowtide.errors import BadArgument
+from lowtide.plan.policy import Policy
+
+POLICY_GROUP = "lowtide.policies"
+
+_BUILTIN_POLICIES = {
+    "auto": "lowtide.plan.policies.auto:Auto",
+    "belady": "lowtide.plan.policies.belady:Belady",
+    "keep_all": "lowtide.plan.policies.keep_all:KeepAll",
+    "lru": "lowtide.plan.policies.lru:Lru",
+    "swap_all": "lowtide.plan.policies.swap_all:SwapAll",
+}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return the names of every policy that can be selected, in alphabetical order."""
+    return tuple(sorted({*_BUILTIN_POLICIES, *_installed()}))
+
+
+def policy(name_or_object: str | Policy) -> Policy:
+    """Return the policy of that name, or the object itself if it is a policy."""
+    if not isinstance(name_or_object, str):
+        return _as_policy(name_or_object, origin=f"{name_or_object!r}")
+    if target := _BUILTIN_POLICIES.get(name_or_object):
+        module, _, attribute = target.partition(":")
+        return _as_policy(getattr(import_module(module), attribute), origin=target)
+    if entry := _installed().get(name_or_object):
+        try:
+            found = entry.load()
+        except Exception as error:  # whatever a third-party module raises on import is its user's answer
+            raise BadArgument(f"policy {name_or_object!r} ({entry.value}) does not load: {error}") from error
+        return _as_policy(found, origin=entry.value)
+    raise BadArgument(f"unknown policy {name_or_object!r}: choose one of {', '.join(policy_names())}")
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=POLICY_GROUP)}
+
+
+def _as_policy(found: object, *, origin: str) -> Policy:
+    if isinstance(found, type) or (callable(found) and not isinstance(found, Policy)):
+        try:
+            found = found()
+        except TypeError as error:
+            raise BadArgument(f"{origin} cannot be called without arguments to make a policy: {error}") from error
+    if not isinstance(found, Policy):
+        raise BadArgument(
+            f"{origin} is not a policy: it needs name, summary, plan(problem) and victims(view, need_bytes)"
+        )
+    return found

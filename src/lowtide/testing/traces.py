@@ -1,0 +1,199 @@
+"""Traces to test policies on: a few hand-made shapes, and Hypothesis strategies for random ones.
+
+Hypothesis is only imported by the strategies, so the shapes can be used without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from lowtide.core.machine import Link, Machine
+from lowtide.core.plan import Problem
+from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """An operator before its place in time and its memory are known; `scratch_bytes` live only while it runs."""
+
+    name: str
+    phase: Phase
+    duration_s: float
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+
+
+def make_trace(
+    steps: Sequence[Step], storages: Sequence[Storage], saves: Sequence[Save], *, static_bytes: int = 0, model: str = ""
+) -> Trace:
+    """Return the trace of these operators, with the byte curve that the storages' lifetimes imply."""
+    change = [0] * (len(steps) + 2)
+    for storage in storages:
+        change[max(storage.first_op, 0)] += storage.nbytes
+        change[min(storage.last_op, len(steps)) + 1] -= storage.nbytes
+    live = list(accumulate(change))
+    starts = [0.0, *accumulate(step.duration_s for step in steps)]
+    ops = tuple(
+        Op(
+            name=step.name,
+            phase=step.phase,
+            start_s=starts[index],
+            duration_s=step.duration_s,
+            peak_bytes=static_bytes + live[index] + step.scratch_bytes,
+            reads=step.reads,
+            writes=step.writes,
+        )
+        for index, step in enumerate(steps)
+    )
+    return Trace(ops=ops, storages=tuple(storages), saves=tuple(saves), static_bytes=static_bytes, model=model)
+
+
+def chain_trace(
+    layers: int,
+    *,
+    nbytes: int = 1 << 20,
+    duration_s: float = 1e-3,
+    static_bytes: int = 0,
+    scratch_bytes: int = 0,
+    held_until: dict[int, int] | None = None,
+    model: str = "chain",
+) -> Trace:
+    """Return a forward and backward pass over a chain of layers that each save their output.
+
+    Layer k is operator k on the way forward and operator `2 * layers - 1 - k` on the way back, where its output is
+    unpacked and released. `held_until` names layers whose output a later layer reads too, which keeps the program's
+    hold on it until then: a residual or skip connection.
+    """
+    held = held_until or {}
+    last = 2 * layers - 1
+    readers: dict[int, list[int]] = {}
+    storages, saves, steps = [], [], []
+    for layer in range(layers):
+        back = last - layer
+        readers.setdefault(layer + 1, []).append(layer)
+        if layer in held:
+            readers.setdefault(held[layer], []).append(layer)
+        free = max(layer + 1, held.get(layer, 0)) + 1
+        storages.append(Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=layer, last_op=back, producer=layer))
+        saves.append(Save(storage=layer, packed_op=layer, free_op=min(free, back), uses=(back,), released_op=back))
+    for layer in range(layers):
+        reads = tuple(sorted(set(readers.get(layer, ()))))
+        steps.append(
+            Step(
+                name=f"layer{layer}",
+                phase=Phase.FORWARD,
+                duration_s=duration_s,
+                reads=reads,
+                writes=(layer,),
+                scratch_bytes=scratch_bytes,
+            )
+        )
+    steps += [
+        Step(
+            name=f"layer{layer}.backward",
+            phase=Phase.BACKWARD,
+            duration_s=2 * duration_s,
+            reads=(layer,),
+            scratch_bytes=scratch_bytes,
+        )
+        for layer in reversed(range(layers))
+    ]
+    return make_trace(steps, storages, saves, static_bytes=static_bytes, model=model)
+
+
+def residual_trace(blocks: int, *, nbytes: int = 1 << 20, duration_s: float = 1e-3) -> Trace:
+    """Return a chain in blocks of three layers, the first of which is added to the last of its block."""
+    held = {3 * block: 3 * block + 2 for block in range(blocks)}
+    return chain_trace(
+        3 * blocks, nbytes=nbytes, duration_s=duration_s, scratch_bytes=nbytes, held_until=held, model="residual"
+    )
+
+
+def skip_trace(depth: int, *, nbytes: int = 1 << 20, duration_s: float = 1e-3) -> Trace:
+    """Return a chain in which every layer of the first half is read again by its mirror image, as in a U-Net."""
+    held = {layer: 2 * depth - 1 - layer for layer in range(depth - 1)}
+    return chain_trace(2 * depth, nbytes=nbytes, duration_s=duration_s, held_until=held, model="skip")
+
+
+def machine_of(link: Link, *, tier: str = "spill") -> Machine:
+    """Return a machine with one tier."""
+    return Machine(name="test", links={tier: link}, source="stated")
+
+
+def traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrategy[Trace]:
+    """Return a strategy for valid traces of any shape: in-order, out of order, unused, held and repeated saves."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Trace:
+        count = draw(st.integers(1, max_ops))
+        moment = st.integers(0, count - 1)
+        storages: list[Storage] = []
+        saves: list[Save] = []
+        reads: list[set[int]] = [set() for _ in range(count)]
+        writes: list[set[int]] = [set() for _ in range(count)]
+        for index in range(draw(st.integers(0, max_storages))):
+            nbytes = draw(st.sampled_from((0, 1, 4096, 100_000, 1 << 20, 3 << 20)))
+            first = draw(moment)
+            uses = sorted(draw(st.sets(st.integers(first + 1, count - 1), max_size=3))) if first + 1 < count else []
+            last = max([first, *uses, draw(moment)])
+            free = draw(st.one_of(st.none(), st.integers(first + 1, min(first + 4, count))))
+            writes[first].add(index)
+            for use in uses:
+                reads[use].add(index)
+                # What was unpacked for one operator may be read by the next one of the same node.
+                if use + 1 <= last and draw(st.booleans()):
+                    reads[use + 1].add(index)
+            storages.append(Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=first, last_op=last, producer=first))
+            if draw(st.integers(0, 5)):
+                saves.append(Save(storage=index, packed_op=first, free_op=free, uses=tuple(uses), released_op=last))
+        steps = [
+            Step(
+                name=f"op{index}",
+                phase=Phase.FORWARD if 2 * index < count else Phase.BACKWARD,
+                duration_s=draw(st.sampled_from((0.0, 1e-4, 1e-3, 2.5e-3, 1e-2))),
+                reads=tuple(sorted(reads[index])),
+                writes=tuple(sorted(writes[index])),
+                scratch_bytes=draw(st.sampled_from((0, 0, 1000, 1 << 20))),
+            )
+            for index in range(count)
+        ]
+        return make_trace(steps, storages, saves, static_bytes=draw(st.sampled_from((0, 1 << 20))), model="random")
+
+    return build()
+
+
+def links() -> SearchStrategy[Link]:
+    """Return a strategy for links, from much slower than the random traces' compute to faster than it."""
+    from hypothesis import strategies as st
+
+    rate = st.sampled_from((5e7, 5e8, 2e9, 2e10))
+    latency = st.sampled_from((0.0, 1e-4, 2e-3))
+    return st.builds(
+        Link,
+        write_bytes_per_s=rate,
+        read_bytes_per_s=rate,
+        write_latency_s=latency,
+        read_latency_s=latency,
+        duplex=st.booleans(),
+    )
+
+
+def problems(source: SearchStrategy[Trace] | None = None) -> SearchStrategy[Problem]:
+    """Return a strategy for problems whose budget some plan can meet: from the trace's floor to its peak."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Problem:
+        trace = draw(source if source is not None else traces())
+        budget_bytes = draw(st.integers(trace.floor_bytes(), max(trace.floor_bytes(), trace.peak_bytes)))
+        return Problem(trace=trace, machine=machine_of(draw(links())), budget_bytes=budget_bytes)
+
+    return build()

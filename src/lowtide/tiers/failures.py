@@ -1,0 +1,75 @@
+"""The words of a tier's errors: what failed, with numbers, and what to change."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, SpillError, SpillFull
+from lowtide.tiers.medium import ALIGN_BYTES
+
+# EFBIG is a limit on the size of files (`ulimit -f`): for a spill file it means the same as a full disk.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def spill_error(cause: OSError, *, verb: str, nbytes: int, place: str, free_bytes: int | None = None) -> SpillError:
+    """Return the error for an operation of `nbytes` that the system refused with `cause`."""
+    number = cause.errno or errno.EIO
+    reason = cause.strerror or str(cause) or os.strerror(number)
+    text = (
+        f"cannot {verb} {format_bytes(nbytes)} ({nbytes} bytes) {'to' if verb == 'write' else 'from'} {place}: {reason}"
+    )
+    error: SpillError
+    if number in _FULL:
+        left = "" if free_bytes is None else f" ({format_bytes(free_bytes)} free)"
+        error = SpillFull(f"{text}{left}: free space there or spill to another directory")
+    else:
+        error = SpillError(f"{text}: check that disk, or spill to another directory")
+    error.errno = number
+    return error
+
+
+def short_read(*, got: int, nbytes: int, place: str) -> SpillError:
+    """Return the error for a read that met the end of the data."""
+    error = SpillError(f"short read: {place} gave {got} of {nbytes} bytes: the spilled data is lost or was cut off")
+    error.errno = errno.EIO
+    return error
+
+
+def closed(place: str) -> SpillError:
+    """Return the error for using a tier after its close."""
+    error = SpillError(f"{place} is closed: open another one")
+    error.errno = errno.EBADF
+    return error
+
+
+def other_process(place: str, *, owner_pid: int) -> SpillError:
+    """Return the error for using a tier in a forked child."""
+    error = SpillError(f"{place} belongs to process {owner_pid}, not to its child {os.getpid()}: open another one here")
+    error.errno = errno.EPERM
+    return error
+
+
+def checked_capacity(capacity_bytes: int | None) -> int | None:
+    """Return `capacity_bytes` if it can be one."""
+    if capacity_bytes is not None and capacity_bytes <= 0:
+        raise BadArgument(
+            f"capacity of {capacity_bytes} bytes holds nothing: give a positive number, or None for no bound"
+        )
+    return capacity_bytes
+
+
+def check_offset(offset: int) -> None:
+    """Raise unless a medium may be asked for `offset`."""
+    if offset < 0 or offset % ALIGN_BYTES:
+        raise BadArgument(f"offset {offset} is not a multiple of {ALIGN_BYTES}: take offsets from Extents")
+
+
+def check_room(offset: int, nbytes: int, *, capacity_bytes: int | None) -> None:
+    """Raise unless `nbytes` at `offset` lie within the capacity."""
+    if capacity_bytes is not None and offset + nbytes > capacity_bytes:
+        raise SpillFull(
+            f"cannot write {nbytes} bytes at {offset}: the spill's capacity is {format_bytes(capacity_bytes)} "
+            f"({capacity_bytes} bytes): raise it or swap less"
+        )

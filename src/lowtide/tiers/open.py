@@ -1,0 +1,130 @@
+"""From what a user writes as `spill=` to a medium."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from lowtide.errors import BadArgument
+from lowtide.tiers import failures, filesystem
+from lowtide.tiers.file import FileMedium
+from lowtide.tiers.medium import Medium
+from lowtide.tiers.null import NullMedium
+
+ENTRY_POINTS = "lowtide.tiers"
+"""The group of further tiers: the name is a URL scheme, the object `(url, *, capacity_bytes) -> Medium`."""
+
+SPILL_VARIABLE = "LOWTIDE_SPILL"
+
+Directory = str | os.PathLike[str]
+Spill = Directory | Sequence[Directory] | Medium | None
+
+_BUILT_IN = ("file", "null")
+# Two letters or more before the colon, so that a drive letter is no scheme.
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
+
+
+def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
+    """Return the medium that `spill` names.
+
+    A directory, several (striped), a tier URL (`file:///fast/disk`, `null:`, or the scheme of an installed plug-in), a
+    medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a temporary directory on a disk.
+    """
+    failures.checked_capacity(capacity_bytes)
+    if spill is None:
+        spill = os.environ.get(SPILL_VARIABLE) or None
+    if spill is None:
+        directory, notes = default_directory()
+        return FileMedium([directory], capacity_bytes=capacity_bytes, notes=notes)
+    if isinstance(spill, str):
+        match = _URL.match(spill)
+        if match is not None:
+            return _open_url(spill, scheme=match[1].lower(), capacity_bytes=capacity_bytes)
+    if isinstance(spill, str | os.PathLike):
+        return FileMedium([_directory(spill)], capacity_bytes=capacity_bytes)
+    if isinstance(spill, Medium):
+        if capacity_bytes is not None and capacity_bytes != spill.capacity_bytes:
+            raise BadArgument(
+                f"tier '{spill.name}' was opened with a capacity of {spill.capacity_bytes} bytes, "
+                f"not {capacity_bytes}: state it where the tier is opened"
+            )
+        return spill
+    return FileMedium(_directories(spill), capacity_bytes=capacity_bytes)
+
+
+def default_directory() -> tuple[Path, tuple[str, ...]]:
+    """Return where to spill when nobody says, and why if that is not the usual temporary directory."""
+    usual = Path(tempfile.gettempdir())
+    if not filesystem.is_memory(usual):
+        return usual, ()
+    other = Path("/var/tmp")
+    if other.is_dir() and os.access(other, os.W_OK | os.X_OK) and not filesystem.is_memory(other):
+        return other, (f"spilling to {other}, because {usual} is on a filesystem in memory",)
+    return usual, ()
+
+
+def known_schemes() -> tuple[str, ...]:
+    """Return the schemes that `open_medium` takes, without loading a plug-in."""
+    return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))}))
+
+
+def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
+    if scheme == "file":
+        return FileMedium([_directory(url)], capacity_bytes=capacity_bytes)
+    if scheme == "null":
+        if url.partition(":")[2] not in ("", "//"):
+            raise BadArgument(f"the null tier has no place, so {url!r} means nothing: write 'null:'")
+        return NullMedium(capacity_bytes=capacity_bytes)
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == scheme:
+            return _open_plugin(point, url, capacity_bytes=capacity_bytes)
+    raise BadArgument(
+        f"unknown tier '{scheme}' in {url!r}: known are {', '.join(known_schemes())}; "
+        "write a directory that has a colon in its name with ./ before it"
+    )
+
+
+def _open_plugin(point: EntryPoint, url: str, *, capacity_bytes: int | None) -> Medium:
+    package = point.dist.name if point.dist is not None else point.value
+    try:
+        factory = point.load()
+    except (ImportError, AttributeError) as error:
+        raise BadArgument(
+            f"tier '{point.name}' of {package} cannot be loaded: {error}: install what it needs"
+        ) from error
+    medium = factory(url, capacity_bytes=capacity_bytes)
+    if not isinstance(medium, Medium):
+        raise BadArgument(
+            f"tier '{point.name}' of {package} made a {type(medium).__name__}, which is no Medium: update it"
+        )
+    return medium
+
+
+def _directories(spill: object) -> list[Path]:
+    """Return the directories of a list; callers without a type checker may pass anything."""
+    if not isinstance(spill, Sequence) or isinstance(spill, bytes | bytearray | memoryview):
+        raise BadArgument(f"cannot spill to {spill!r}: pass a directory, a list of them, a tier URL or a medium")
+    return [_directory(each) for each in spill]
+
+
+def _directory(spill: object) -> Path:
+    """Return the directory that a path or file URL names."""
+    if not isinstance(spill, str | os.PathLike):
+        raise BadArgument(f"cannot spill to {spill!r}: a list holds directories, over which the spill is striped")
+    text = os.fspath(spill)
+    match = _URL.match(text) if isinstance(spill, str) else None
+    if match is not None:
+        parts = urlsplit(text)
+        if parts.scheme != "file":
+            raise BadArgument(f"cannot stripe over {text!r}: a list holds directories or file:/// URLs only")
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path.startswith("/"):
+            raise BadArgument(f"cannot read {text!r} as a place on this machine: write file:///path/of/directory")
+        text = unquote(parts.path)
+    if not text:
+        raise BadArgument("the spill directory is an empty text: pass a directory")
+    return Path(text).expanduser()

@@ -1,0 +1,1 @@
+"""Tests of Lowtide; the folders mirror `src/lowtide`."""

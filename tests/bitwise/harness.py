@@ -1,0 +1,113 @@
+"""Runs a workload with and without Lowtide, and keeps what every test asks for again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lowtide
+from lowtide.errors import BudgetTooSmall
+from tests.bitwise.architectures import ARCHITECTURES
+from tests.bitwise.huggingface import HUGGINGFACE
+from tests.bitwise.loops import LOOPS
+from tests.bitwise.record import Record
+from tests.bitwise.workload import Need, Workload, build, run
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {**ARCHITECTURES, **LOOPS, **HUGGINGFACE}
+UNPRESSED_BYTES = 8 * 2**30
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a managed training computed and what it cost; the record is filled even if the training raised."""
+
+    record: Record = field(default_factory=Record)
+    stats: dict[str, Any] = field(default_factory=dict)
+    floor_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """What `BudgetTooSmall` said. The exception itself is not kept: its traceback holds the training's tensors."""
+
+    budget_bytes: int
+    needed_bytes: int
+    op: str
+
+
+@cache
+def stock(name: str) -> Record:
+    """Return what the training computes without Lowtide."""
+    return run(build(WORKLOADS[name]))
+
+
+@cache
+def unpressed(name: str) -> Outcome:
+    """Return the training under a budget that it never reaches."""
+    with tempfile.TemporaryDirectory() as spill:
+        return managed(name, budget_bytes=UNPRESSED_BYTES, spill=Path(spill))
+
+
+@cache
+def need(name: str) -> Need:
+    """Return what the training takes when nothing presses."""
+    outcome = unpressed(name)
+    return Need(
+        static_bytes=outcome.stats["static_bytes"],
+        peak_bytes=outcome.stats["peak_bytes"],
+        floor_bytes=outcome.floor_bytes,
+    )
+
+
+def managed(
+    name: str,
+    *,
+    budget_bytes: int,
+    spill: Path,
+    policy: str = "auto",
+    verify: bool = False,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Train under Lowtide inside a budget; nothing may be left in `spill` afterwards."""
+    outcome = Outcome() if outcome is None else outcome
+    workload = build(WORKLOADS[name])
+    optimizers = workload.optimizers[0] if len(workload.optimizers) == 1 else workload.optimizers
+    try:
+        with lowtide.fit(
+            workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy, verify=verify
+        ) as tide:
+
+            def note_floor() -> None:
+                outcome.floor_bytes = max(outcome.floor_bytes, tide.trace().floor_bytes())
+
+            run(workload, step=tide.step, record=outcome.record, each=note_floor)
+            outcome.stats = dict(tide.stats())
+    finally:
+        left = sorted(path.name for path in spill.rglob("*"))
+        assert not left, f"left behind in the spill directory: {left}"
+    return outcome
+
+
+def managed_or_refused(name: str, *, budget_bytes: int, spill: Path) -> tuple[Outcome, Refusal | None]:
+    """Train under Lowtide; return what was computed, all or until the budget was found too small."""
+    outcome = Outcome()
+    try:
+        managed(name, budget_bytes=budget_bytes, spill=spill, outcome=outcome)
+    except BudgetTooSmall as error:
+        return outcome, Refusal(budget_bytes=error.budget_bytes, needed_bytes=error.needed_bytes, op=error.op)
+    return outcome, None
+
+
+def pressed(name: str, *, share: float, spill: Path, policy: str = "auto") -> Outcome:
+    """Train at a share of what activations add; where that is refused, at the promised budget, if that is larger."""
+    budget_bytes = need(name).budget_bytes(share)
+    try:
+        return managed(name, budget_bytes=budget_bytes, spill=spill, policy=policy)
+    except BudgetTooSmall:
+        if budget_bytes >= need(name).promised_bytes:
+            raise
+    return managed(name, budget_bytes=need(name).promised_bytes, spill=spill, policy=policy)

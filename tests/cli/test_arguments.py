@@ -1,0 +1,179 @@
+"""Every bad argument: one line on stderr that says what to do, exit code 2, and nothing started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli import VERBS, main
+
+GOOD = "--budget=1GiB"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("raise AssertionError('the script must not start')\n")
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return the one line that `lowtide argv` prints when it refuses."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("lowtide: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [
+        ("0", "more than zero"),
+        ("0GiB", "more than zero"),
+        ("-1GiB", "more than zero"),
+        ("2parsecs", "unknown unit 'parsecs'"),
+        ("2G", "GiB (binary) or GB (decimal)"),
+        ("much", "a number and a unit"),
+        ("", "a number and a unit"),
+        ("cpu=1GiB,gpu=1GiB", "use 'cpu' and 'disk'"),
+        ("cpu=1GiB,5", "cpu=2GiB,disk=40GiB"),
+        ("cpu=1GiB,cpu=2GiB", "twice"),
+        ("disk=1GiB", "no 'cpu' bytes"),
+        ("cpu=1GiB,disk=0", "disk budget"),
+    ],
+)
+def test_run_refuses_a_bad_budget(capsys: pytest.CaptureFixture[str], script: str, budget: str, hint: str) -> None:
+    assert hint in refused(capsys, "run", f"--budget={budget}", script)
+
+
+def test_run_refuses_a_missing_budget(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert "'--budget'" in refused(capsys, "run", script)
+
+
+def test_run_refuses_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "gone.py does not exist: check the path" in refused(capsys, "run", GOOD, str(tmp_path / "gone.py"))
+
+
+def test_run_refuses_a_directory_as_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "is a directory" in refused(capsys, "run", GOOD, str(tmp_path))
+
+
+def test_run_refuses_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'SCRIPT'" in refused(capsys, "run", GOOD)
+
+
+def test_run_refuses_an_unknown_policy_and_lists_the_known(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    line = refused(capsys, "run", GOOD, "--policy=magic", script)
+    assert "'magic'" in line
+    assert "auto" in line
+
+
+def test_run_refuses_a_missing_spill_directory(capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path) -> None:
+    line = refused(capsys, "run", GOOD, "--spill", str(tmp_path), "--spill", str(tmp_path / "no"), script)
+    assert "does not exist: create it" in line
+
+
+def test_run_refuses_a_file_as_spill_directory(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert "is not a directory" in refused(capsys, "run", GOOD, "--spill", script, script)
+
+
+def test_run_refuses_a_spill_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    # /proc refuses new files even to root, to whom permission bits mean nothing.
+    line = refused(capsys, "run", GOOD, "--spill", "/proc", script)
+    assert "cannot be written" in line
+    assert "--spill" in line
+
+
+def test_run_refuses_an_output_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+) -> None:
+    line = refused(capsys, "run", GOOD, "--json", str(tmp_path / "no" / "stats.json"), script)
+    assert "cannot be written" in line
+    assert "is a directory" in refused(capsys, "run", GOOD, "--json", str(tmp_path), script)
+
+
+def test_an_unknown_option_or_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert "see 'lowtide run --help'" in refused(capsys, "run", "--bugdet=1GiB", script)
+    assert "see 'lowtide --help'" in refused(capsys, "rnu")
+
+
+def test_plan_refuses_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = str(tmp_path / "step.trace")
+    assert "lowtide capture" in refused(capsys, "plan", trace)
+    assert "pass one of them" in refused(capsys, "plan", "--floor", GOOD, trace)
+    assert "more than zero" in refused(capsys, "plan", "--budget=0", trace)
+    assert "'magic'" in refused(capsys, "plan", "--policy=magic", trace)
+    Path(trace).write_bytes(b"no trace at all")
+    assert "step.trace" in refused(capsys, "plan", trace)
+
+
+def test_capture_refuses_bad_arguments(capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path) -> None:
+    output = str(tmp_path / "step.trace")
+    assert "'--output'" in refused(capsys, "capture", script)
+    assert "--steps 1 or more" in refused(capsys, "capture", "-o", output, "--steps=0", script)
+    assert "does not exist" in refused(capsys, "capture", "-o", output, str(tmp_path / "gone.py"))
+    assert "cannot be written" in refused(capsys, "capture", "-o", str(tmp_path / "no" / "x"), script)
+
+
+def test_probe_and_demo_refuse_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "create it" in refused(capsys, "probe", "--spill", str(tmp_path / "no"))
+    assert "create it" in refused(capsys, "demo", "--spill", str(tmp_path / "no"))
+    assert "more than zero" in refused(capsys, "demo", "--budget", "0")
+    assert "--steps 2 or more" in refused(capsys, "demo", "--steps", "1")
+
+
+def test_bad_arguments_leave_nothing_behind(capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path) -> None:
+    refused(capsys, "run", GOOD, "--spill", str(tmp_path), "--json", str(tmp_path / "s.json"), "--policy=magic", script)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_verb_shows_an_example(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"Usage: lowtide {verb}" in text
+    assert f"\n    lowtide {verb}" in text
+
+
+def test_help_lists_every_verb_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    commands = text.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in commands] == list(VERBS)
+    assert all(len(line.split()) > 3 for line in commands)
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lowtide ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["run", "--help"], ["policies"], ["run", "--budget=0", "x.py"], ["run", "--budget=1GiB", "gone.py"]],
+)
+def test_help_and_bad_arguments_do_not_import_torch(argv: list[str], tmp_path: Path) -> None:
+    program = f"import sys; from lowtide.cli import main; main({argv!r}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide.cli", "run", "--budget", "1XB", "x.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "unknown unit 'XB'" in done.stderr

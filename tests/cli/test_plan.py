@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowtide import registry
+from lowtide.cli import main
+from lowtide.core.machine import Link
+from lowtide.core.serialize import save
+from lowtide.core.trace import Trace
+from lowtide.estimate.calibrate import save_machine
+from lowtide.testing.traces import chain_trace, machine_of
+
+MIB = 2**20
+TRACE = chain_trace(16, nbytes=8 * MIB, duration_s=0.05, static_bytes=10 * MIB)
+
+
+@pytest.fixture
+def trace_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "step.trace"
+    save(TRACE, path)
+    return str(path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    assert main(["plan", "--json", *argv]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_the_floor_and_the_operator_that_sets_it(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, "--floor", trace_path)
+    floor_op = TRACE.floor_op()
+    assert floor_op is not None
+    assert answer["floor_bytes"] == TRACE.floor_bytes() < TRACE.peak_bytes
+    assert answer["floor_op"] == floor_op.name
+    assert main(["plan", "--floor", trace_path]) == 0
+    assert floor_op.name in capsys.readouterr().out
+
+
+def test_an_empty_trace_has_a_floor_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.trace"
+    save(Trace(ops=(), storages=(), saves=(), static_bytes=5), path)
+    assert told(capsys, str(path))["floor_bytes"] == 5
+    assert main(["plan", str(path)]) == 0
+
+
+@pytest.mark.parametrize("policy", registry.policy_names())
+def test_with_a_budget_above_the_peak_every_policy_shows_a_verified_plan(
+    trace_path: str, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    answer = told(capsys, "--budget", str(TRACE.peak_bytes), "--policy", policy, trace_path)
+    assert answer["policy"] == policy
+    assert answer["fits"] is True
+    assert main(["plan", "--budget", str(TRACE.peak_bytes), "--policy", policy, trace_path]) == 0
+    assert f"What policy {policy} would do" in capsys.readouterr().out
+
+
+def test_a_tight_budget_makes_auto_swap_and_predict(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = (TRACE.floor_bytes() + TRACE.peak_bytes) // 2
+    answer = told(capsys, "--budget", str(budget), trace_path)
+    assert int(str(answer["swaps"])) > 0
+    assert int(str(answer["predicted_peak_bytes"])) <= budget
+    assert float(str(answer["predicted_step_s"])) >= TRACE.duration_s * 0.999
+    assert main(["plan", "--budget", str(budget), trace_path]) == 0
+    text = capsys.readouterr().out
+    assert "predicted peak" in text
+    assert "x unmanaged" in text
+
+
+def test_below_the_floor_the_verdict_says_so(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = str(TRACE.floor_bytes() - 1)
+    assert told(capsys, "--budget", budget, trace_path)["fits"] is False
+    assert main(["plan", "--budget", budget, trace_path]) == 0
+    assert "does not fit: raise the budget" in capsys.readouterr().out
+
+
+def test_the_measured_machine_is_used_where_there_is_one(
+    trace_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = str((TRACE.floor_bytes() + TRACE.peak_bytes) // 2)
+    assert told(capsys, "--budget", budget, trace_path)["machine"] == "assumed"
+    slow = machine_of(Link(write_bytes_per_s=2e6, read_bytes_per_s=2e6))
+    save_machine(slow, directories=[tmp_path])
+    answer = told(capsys, "--budget", budget, trace_path)
+    assert answer["machine"] == "test"
+    assert float(str(answer["predicted_stall_s"])) > TRACE.duration_s

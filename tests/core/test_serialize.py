@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.core import serialize
+from lowtide.core.machine import Link, Machine
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.trace import Trace
+from lowtide.errors import TraceError
+from lowtide.plan.policies.auto import Auto
+from lowtide.testing.traces import chain_trace, links, problems, residual_trace, traces
+
+TRACE = replace(residual_trace(3), model="résnet", torch_version="2.x")
+MACHINE = Machine(
+    name="box",
+    links={
+        "spill": Link(write_bytes_per_s=1 / 3e-9, read_bytes_per_s=2e9, write_latency_s=0.1 + 0.2, duplex=True),
+        "null": Link(write_bytes_per_s=math.inf, read_bytes_per_s=math.inf),
+    },
+    source="measured",
+)
+PLAN = Auto().plan(Problem(trace=TRACE, machine=MACHINE, budget_bytes=TRACE.peak_bytes // 2))
+
+
+def rewritten(value: Trace | Machine | Plan, change: Callable[[dict[str, Any]], None]) -> bytes:
+    document = json.loads(gzip.decompress(serialize.dumps(value)))
+    change(document)
+    return gzip.compress(json.dumps(document).encode())
+
+
+def refused(content: bytes) -> str:
+    with pytest.raises(TraceError) as caught:
+        serialize.loads(content, source="x.trace")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "x.trace" in message
+    assert len(message) < 300
+    return message
+
+
+@pytest.mark.parametrize("value", [TRACE, MACHINE, PLAN], ids=lambda value: type(value).__name__)
+def test_a_saved_value_is_loaded_exactly(value: Trace | Machine | Plan, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    serialize.save(value, path)
+    assert serialize.load(path) == value
+    assert serialize.dumps(value) == path.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@given(trace=traces(), link=links())
+@settings(max_examples=60, deadline=None)
+def test_any_trace_and_machine_come_back_exactly(trace: Trace, link: Link) -> None:
+    machine = Machine(name="m", links={"a": link})
+    assert serialize.loads(serialize.dumps(trace)) == trace
+    assert serialize.loads(serialize.dumps(machine)) == machine
+
+
+@given(problem=problems())
+@settings(max_examples=30, deadline=None)
+def test_any_plan_comes_back_exactly(problem: Problem) -> None:
+    plan = Auto().plan(problem)
+    assert serialize.loads(serialize.dumps(plan)) == plan
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    serialize.save(PLAN, path)
+    assert serialize.load_plan(path) == PLAN
+    with pytest.raises(TraceError, match="holds a plan, not a trace"):
+        serialize.load_trace(path)
+    with pytest.raises(TraceError, match="holds a plan, not a machine"):
+        serialize.load_machine(path)
+
+
+@pytest.mark.parametrize("value", [TRACE, MACHINE, PLAN], ids=lambda value: type(value).__name__)
+def test_a_newer_version_is_refused_with_both_numbers(value: Trace | Machine | Plan) -> None:
+    message = refused(rewritten(value, lambda document: document.update(version=7)))
+    assert "version 7" in message
+    assert "version 1: upgrade Lowtide" in message
+
+
+def test_an_impossible_version_is_damage() -> None:
+    for version in (0, -1, "1", None, 1.0, True):
+        assert "damaged" in refused(rewritten(TRACE, lambda document, v=version: document.update(version=v)))
+
+
+def test_what_is_no_lowtide_file_is_refused() -> None:
+    for content in (b"", b"hello", gzip.compress(b"hello"), gzip.compress(b"[1]"), gzip.compress(b'{"format":"zip"}')):
+        refused(content)
+    assert "trace, machine or plan" in refused(gzip.compress(b'{"format":"trace","version":1}'))
+
+
+@given(position=st.integers(0), bit=st.integers(0, 7))
+@settings(max_examples=100, deadline=None)
+def test_a_flipped_bit_is_refused_or_harmless(position: int, bit: int) -> None:
+    content = bytearray(serialize.dumps(chain_trace(3)))
+    content[position % len(content)] ^= 1 << bit
+    try:
+        loaded = serialize.loads(bytes(content))
+    except TraceError:
+        return
+    # gzip's header holds a time and a system name that do not matter.
+    assert loaded == chain_trace(3)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 20, -1, -9])
+def test_a_cut_file_is_refused(kept: int) -> None:
+    refused(serialize.dumps(TRACE)[:kept])
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a missing column": lambda d: d["ops"].pop("reads"),
+    "a missing field": lambda d: d.pop("static_bytes"),
+    "columns of different lengths": lambda d: d["ops"]["start_s"].pop(),
+    "a storage that does not exist": lambda d: d["saves"]["storage"].__setitem__(0, 99),
+    "a negative storage": lambda d: d["saves"]["storage"].__setitem__(0, -1),
+    "an operand that does not exist": lambda d: d["ops"]["reads"].__setitem__(3, [99]),
+    "a producer that does not exist": lambda d: d["storages"]["producer"].__setitem__(0, 10_000),
+    "a use after the step": lambda d: d["saves"]["uses"].__setitem__(0, [10_000]),
+    "an unknown phase": lambda d: d["ops"]["phase"].__setitem__(0, "sideways"),
+    "an unknown kind": lambda d: d["storages"]["kind"].__setitem__(0, []),
+    "a name outside of the table": lambda d: d["ops"]["name"].__setitem__(0, -1),
+    "text for a number": lambda d: d["ops"]["duration_s"].__setitem__(0, "1.0"),
+    "a number for text": lambda d: d.update(model=3),
+    "a fraction for bytes": lambda d: d["ops"]["peak_bytes"].__setitem__(0, 1.5),
+    "a truth for bytes": lambda d: d["storages"]["nbytes"].__setitem__(0, True),
+    "negative bytes": lambda d: d["storages"]["nbytes"].__setitem__(0, -1),
+    "a list for an object": lambda d: d.update(ops=[]),
+    "an object for a list": lambda d: d["ops"].update(reads={}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_trace_with_damage_is_refused(damage: Callable[[dict[str, Any]], None]) -> None:
+    assert "damaged" in refused(rewritten(TRACE, damage))
+
+
+def test_a_machine_or_plan_with_damage_is_refused() -> None:
+    assert "damaged" in refused(rewritten(MACHINE, lambda d: d["links"]["spill"].update(duplex=1)))
+    assert "damaged" in refused(rewritten(MACHINE, lambda d: d["links"]["spill"].pop("read_bytes_per_s")))
+    assert "damaged" in refused(rewritten(PLAN, lambda d: d["swaps"]["fetch_op"].pop()))
+    assert "damaged" in refused(rewritten(PLAN, lambda d: d["prediction"].update(step_s=None)))
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    serialize.save(TRACE, path)
+
+    def full(_: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        serialize.save(PLAN, path)
+    assert serialize.load(path) == TRACE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_long_trace_is_compact() -> None:
+    trace = chain_trace(2000)
+    assert len(serialize.dumps(trace)) < 30 * len(trace.ops)

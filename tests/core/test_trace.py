@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+
+from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
+from lowtide.testing.traces import Step, make_trace, traces
+
+
+def one_storage(*saves: Save, count: int = 20, reads: dict[int, tuple[int, ...]] | None = None) -> Trace:
+    touched = reads or {}
+    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=touched.get(k, ())) for k in range(count)]
+    storages = [Storage(nbytes=10, kind=Kind.ACTIVATION, first_op=0, last_op=count)]
+    return make_trace(steps, storages, saves, static_bytes=5)
+
+
+SAVE = Save(storage=0, packed_op=1, free_op=3, uses=(8, 15), released_op=16)
+
+
+def gap(after_op: int, before_op: int) -> Gap:
+    return Gap(storage=0, after_op=after_op, before_op=before_op)
+
+
+def test_gaps_lie_between_the_hold_of_the_program_and_the_uses() -> None:
+    assert one_storage(SAVE).gaps() == (gap(3, 8), gap(9, 15))
+
+
+def test_a_gap_begins_after_the_last_operator_that_touches_the_storage() -> None:
+    # Unpacked before operator 8, still read by the same node at 9 and 11.
+    assert one_storage(SAVE, reads={9: (0,), 11: (0,)}).gaps() == (gap(3, 8), gap(12, 15))
+
+
+def test_consecutive_uses_leave_no_gap() -> None:
+    assert one_storage(replace(SAVE, uses=(8, 9))).gaps() == (gap(3, 8),)
+
+
+def test_a_storage_that_the_program_holds_has_no_gap() -> None:
+    assert one_storage(replace(SAVE, free_op=None)).gaps() == ()
+    other = replace(SAVE, packed_op=2, free_op=None, uses=(18,))
+    assert one_storage(SAVE, other).gaps() == ()
+
+
+def test_a_save_that_is_never_used_is_a_gap_until_its_release() -> None:
+    assert one_storage(replace(SAVE, uses=())).gaps() == (gap(3, 16),)
+
+
+def test_two_saves_of_one_storage_share_their_uses() -> None:
+    other = Save(storage=0, packed_op=2, free_op=5, uses=(11,), released_op=12)
+    assert one_storage(SAVE, other).gaps() == (gap(5, 8), gap(9, 11), gap(12, 15))
+
+
+def test_the_floor_counts_every_gap_as_empty() -> None:
+    trace = one_storage(SAVE)
+    assert trace.peak_bytes == 15
+    assert trace.floor_bytes() == 15
+    quiet = replace(
+        trace, ops=tuple(replace(op, peak_bytes=100 if index == 5 else 50) for index, op in enumerate(trace.ops))
+    )
+    assert quiet.floor_bytes() == 90
+    floor_op = quiet.floor_op()
+    assert floor_op is not None
+    assert floor_op.name == "op5"
+
+
+def test_an_empty_trace_needs_what_is_static() -> None:
+    trace = Trace(ops=(), storages=(), saves=(), static_bytes=7)
+    assert trace.floor_bytes() == trace.peak_bytes == 7
+    assert trace.floor_op() is None
+    assert trace.duration_s == 0
+
+
+@given(trace=traces())
+@settings(max_examples=100, deadline=None)
+def test_nothing_touches_a_storage_inside_its_gaps_and_gaps_of_one_storage_are_apart(trace: Trace) -> None:
+    gaps = trace.gaps()
+    assert list(gaps) == sorted(set(gaps))
+    for one in gaps:
+        assert 0 <= one.after_op < one.before_op <= len(trace.ops)
+        for op in trace.ops[one.after_op : one.before_op]:
+            assert one.storage not in (*op.reads, *op.writes)
+    for first, second in pairwise(gaps):
+        assert first.storage != second.storage or first.before_op < second.after_op

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lowtide.core.machine import Link
+from lowtide.core.plan import Plan, Prediction, Problem, Swap
+from lowtide.core.trace import Gap, Trace
+from lowtide.errors import PlanError
+from lowtide.plan import verify
+from lowtide.testing.traces import chain_trace, machine_of
+
+# Four layers of 100 bytes, a second forward and two back; 100 bytes take 0.5 s on the link. The gaps are those of
+# storage 0 in [2, 7), 1 in [3, 6) and 2 in [4, 5).
+TRACE = chain_trace(4, nbytes=100, duration_s=1.0)
+LINK = Link(write_bytes_per_s=200.0, read_bytes_per_s=200.0)
+PROBLEM = Problem(trace=TRACE, machine=machine_of(LINK), budget_bytes=300)
+
+
+def swap(storage: int, after_op: int, before_op: int, fetch_op: int | None = None) -> Swap:
+    gap = Gap(storage=storage, after_op=after_op, before_op=before_op)
+    return Swap(gap=gap, fetch_op=before_op if fetch_op is None else fetch_op)
+
+
+def plan_of(*swaps: Swap, prediction: Prediction | None = None) -> Plan:
+    return Plan(policy="test", budget_bytes=300, swaps=swaps, prediction=prediction)
+
+
+GOOD = plan_of(swap(0, 2, 7, 6))
+
+
+def test_a_sound_plan_passes_and_is_replayed_as_worked_out_by_hand() -> None:
+    verify.check(GOOD, PROBLEM)
+    seen = verify.replay(GOOD, PROBLEM)
+    assert seen == verify.Replay(peak_bytes=300, step_s=12.0, stall_s=0.0, moved_out_bytes=100, moved_in_bytes=100)
+
+
+def test_a_swap_on_demand_waits_for_its_read() -> None:
+    assert verify.replay(plan_of(swap(0, 2, 7)), PROBLEM).stall_s == pytest.approx(0.5)
+
+
+def test_an_operator_waits_for_writes_that_hold_its_memory() -> None:
+    assert verify.replay(plan_of(swap(0, 3, 7, 6)), PROBLEM).stall_s == pytest.approx(0.5)
+
+
+def test_writes_share_the_link_in_the_order_of_their_operators() -> None:
+    # Both are asked for when operator 3 begins, where 400 bytes are alive: one has landed after 0.5 s, both after 1 s.
+    both = plan_of(swap(0, 3, 7, 6), swap(1, 3, 6, 5))
+    early = tuple(replace(op, peak_bytes=min(200, op.peak_bytes)) for op in TRACE.ops[:3])
+    trace = replace(TRACE, ops=early + TRACE.ops[3:])
+    for budget_bytes, stall_s in ((300, 0.5), (200, 1.0)):
+        problem = replace(PROBLEM, trace=trace, budget_bytes=budget_bytes)
+        assert verify.replay(both, problem).stall_s == pytest.approx(stall_s)
+
+
+def test_a_prefetch_that_finds_no_room_is_put_off_and_takes_nothing_from_operators() -> None:
+    # Asked for at operator 3, where 300 of 300 bytes are alive, and at 4; it fits beside operator 5 and is in time.
+    seen = verify.replay(plan_of(swap(0, 2, 7, 3)), PROBLEM)
+    assert seen.peak_bytes == 300
+    assert seen.stall_s == 0
+
+
+def test_a_link_that_is_not_duplex_makes_reads_wait_for_writes() -> None:
+    # The read of storage 0 and the write of storage 1 are both asked for at 3 s; operator 4 wants storage 0 at 4 s.
+    link = Link(write_bytes_per_s=100.0, read_bytes_per_s=200.0)
+    both = plan_of(swap(0, 2, 4, 3), swap(1, 3, 6, 5))
+    roomy = replace(PROBLEM, budget_bytes=400)
+    shared = verify.replay(both, replace(roomy, machine=machine_of(link)))
+    duplex = verify.replay(both, replace(roomy, machine=machine_of(replace(link, duplex=True))))
+    assert (shared.stall_s, duplex.stall_s) == (pytest.approx(0.5), 0.0)
+
+
+def test_v1_a_storage_that_does_not_exist() -> None:
+    with pytest.raises(PlanError, match=r"V1: storage 9 does not exist: the trace has 4 storages"):
+        verify.check(plan_of(swap(9, 2, 7)), PROBLEM)
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 7), (0, 2, 8), (1, 2, 6), (3, 4, 5), (2, 3, 4), (0, 7, 7)])
+def test_v1_a_span_that_is_in_no_gap(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(PlanError, match=r"V1: .* is in no gap of its storage"):
+        verify.check(plan_of(swap(*bad)), PROBLEM)
+
+
+def test_v1_a_tier_that_the_machine_does_not_have() -> None:
+    with pytest.raises(PlanError, match=r"V1: .* tier 'tape'"):
+        verify.check(plan_of(replace(swap(0, 2, 7), tier="tape")), PROBLEM)
+    with pytest.raises(PlanError, match=r"the machine has \[\]"):
+        verify.check(GOOD, replace(PROBLEM, machine=replace(PROBLEM.machine, links={})))
+
+
+def test_v1_a_codec_without_known_cost() -> None:
+    with pytest.raises(PlanError, match=r"V1: .* codec 'zstd'"):
+        verify.check(plan_of(replace(swap(0, 2, 7), codec="zstd")), PROBLEM)
+
+
+@pytest.mark.parametrize("fetch_op", [-1, 2, 8])
+def test_v2_a_read_outside_of_its_gap(fetch_op: int) -> None:
+    with pytest.raises(PlanError, match=rf"V2: .* fetched at operator {fetch_op}: .* after 2 and not after 7"):
+        verify.check(plan_of(swap(0, 2, 7, fetch_op)), PROBLEM)
+
+
+@pytest.mark.parametrize("second", [(0, 2, 7), (0, 3, 5), (0, 4, 7), (0, 5, 7)])
+def test_v3_two_swaps_of_one_storage_that_overlap_or_touch(second: tuple[int, int, int]) -> None:
+    with pytest.raises(PlanError, match=r"V3: .* overlap"):
+        verify.check(plan_of(swap(0, 2, 5), swap(*second)), PROBLEM)
+
+
+def test_v3_two_swaps_of_one_storage_with_an_operator_between_are_sound() -> None:
+    verify.check(plan_of(swap(0, 2, 5), swap(0, 6, 7)), replace(PROBLEM, budget_bytes=400))
+
+
+def test_v4_an_operator_that_does_not_fit_is_named_with_numbers() -> None:
+    expected = r"V4: operator 3 'layer3' needs 400 bytes .* 100 more than the budget of 300"
+    with pytest.raises(PlanError, match=expected):
+        verify.check(plan_of(), PROBLEM)
+
+
+def test_v4_a_swap_that_ends_too_soon_does_not_help_what_follows() -> None:
+    with pytest.raises(PlanError, match=r"V4: operator 4 "):
+        verify.check(plan_of(swap(0, 2, 4)), PROBLEM)
+
+
+def test_v4_a_swap_that_starts_too_late_does_not_help_what_came_before() -> None:
+    with pytest.raises(PlanError, match=r"V4: operator 3 "):
+        verify.check(plan_of(swap(0, 4, 7)), PROBLEM)
+
+
+class WrongTrace(Trace):
+    """A trace that claims a gap in which the storage is needed."""
+
+    def gaps(self) -> tuple[Gap, ...]:
+        return (Gap(storage=0, after_op=1, before_op=7), Gap(storage=1, after_op=3, before_op=7))
+
+
+@pytest.mark.parametrize(("bad", "op"), [(swap(0, 1, 7), 1), (swap(1, 3, 7), 6)], ids=("operand", "unpacked"))
+def test_v5_an_operand_that_is_away_when_its_operator_begins(bad: Swap, op: int) -> None:
+    ops = tuple(replace(one, reads=()) if one.name == "layer1.backward" else one for one in TRACE.ops)
+    wrong = WrongTrace(ops=ops, storages=TRACE.storages, saves=TRACE.saves, static_bytes=0)
+    with pytest.raises(PlanError, match=rf"V5: operator {op} .* needs storage {bad.gap.storage}"):
+        verify.check(plan_of(bad), replace(PROBLEM, trace=wrong, budget_bytes=400))
+
+
+@pytest.mark.parametrize(("out", "back"), [(100, 0), (0, 100), (200, 200)])
+def test_v6_a_prediction_that_does_not_conserve_bytes(out: int, back: int) -> None:
+    claim = Prediction(peak_bytes=300, step_s=12.0, stall_s=0.0, moved_out_bytes=out, moved_in_bytes=back)
+    with pytest.raises(PlanError, match=rf"V6: the plan predicts {out} bytes out and {back} in"):
+        verify.check(replace(GOOD, prediction=claim), PROBLEM)
+
+
+def test_v6_a_link_that_reads_before_the_write_has_landed() -> None:
+    replaying = verify._Replay(GOOD, PROBLEM)
+    trip = replaying.trips[0]
+    trip.landed_s = 3.0
+    with pytest.raises(PlanError, match=r"V6: .* is read 1.000000 s before its write lands"):
+        replaying._begin_read(trip, begin_s=2.0)
+
+
+def test_v6_a_storage_that_never_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: verify._Replay, trip: verify._Trip) -> float:
+        self.away_bytes -= trip.nbytes
+        return self.clock_s
+
+    monkeypatch.setattr(verify._Replay, "_return", forget)
+    with pytest.raises(PlanError, match=r"V6: 100 bytes have to come back and 0 do"):
+        verify.check(plan_of(swap(0, 2, 7)), PROBLEM)
+
+
+def test_a_storage_that_autograd_never_asks_for_is_written_and_not_read() -> None:
+    unused = replace(TRACE.saves[0], uses=())
+    ops = tuple(replace(op, reads=()) if op.name == "layer0.backward" else op for op in TRACE.ops)
+    trace = replace(TRACE, saves=(unused, *TRACE.saves[1:]), ops=ops)
+    seen = verify.replay(plan_of(swap(0, 2, 7)), replace(PROBLEM, trace=trace))
+    assert (seen.moved_out_bytes, seen.moved_in_bytes, seen.stall_s) == (100, 0, 0.0)
+
+
+def test_the_verifier_shares_no_code_with_the_policies() -> None:
+    source = verify.__spec__.loader.get_source(verify.__name__)  # type: ignore[union-attr]
+    assert "lowtide.plan." not in source.split('"""', 2)[2]
