@@ -74,21 +74,27 @@ def _counted(job: Job, session: Session, module: nn.Module, optimizer: Optimizer
         with tide.step(), session.step():
             yield
 
-    return Session(step=step, moved_bytes=session.moved_bytes, facts=lambda: {**session.facts(), **_tide_facts(tide)})
+    def facts() -> dict[str, Any]:
+        # Only stock's trace says something about the model: the others save other things, or hide what they save.
+        floor = _floor_facts(tide) if job.contender == "stock" else {}
+        return {**session.facts(), **_tide_facts(tide), **floor}
+
+    return Session(step=step, moved_bytes=session.moved_bytes, facts=facts)
 
 
 def _tide_facts(tide: Any) -> dict[str, Any]:
-    """Return what Lowtide counted, with the floor that its last trace implies."""
+    """Return what Lowtide counted."""
     stats = tide.stats()
     kept = ("budget_bytes", "budget_exact", "peak_bytes", "peak_reserved_bytes", "static_bytes", "stall_s", "steps")
+    unmanaged = {str(what): count for what, count in dict(stats["unmanaged"]).items()}
+    return {**{name: stats[name] for name in kept if name in stats}, "unmanaged": unmanaged}
+
+
+def _floor_facts(tide: Any) -> dict[str, Any]:
+    """Return the smallest budget that the recorded step implies, and the operator that sets it."""
     trace = tide.trace()
-    floor_op = trace.floor_op()
-    return {
-        **{name: stats[name] for name in kept if name in stats},
-        "unmanaged": {str(what): count for what, count in dict(stats["unmanaged"]).items()},
-        "floor_bytes": trace.floor_bytes(),
-        "floor_op": floor_op.name if floor_op is not None else "",
-    }
+    operator = trace.floor_op()
+    return {"floor_bytes": trace.floor_bytes(), "floor_op": operator.name if operator is not None else ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ class Lstm(nn.Module):
 
     def __init__(self, *, width: int = 64, outputs: int = 10) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(width, width, num_layers=3, batch_first=True)
+        self.lstm = nn.LSTM(width, width, num_layers=5, batch_first=True)
         self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def densenet() -> Workload:
 
 
 def lstm() -> Workload:
-    return _vectors(models.Lstm(), 32, 32, 64)
+    return _vectors(models.Lstm(), 32, 24, 64)
 
 
 def unrolled_lstm() -> Workload:

@@ -132,7 +132,7 @@ def smaller_last_batch() -> Workload:
 
 
 def alternating_shapes() -> Workload:
-    batch = data.sized(lambda index: (8, 3, 32, 32) if index % 2 else (6, 3, 40, 24))
+    batch = data.sized(lambda index: (6, 3, 40, 24) if index % 2 else (8, 3, 32, 32))
     return supervised(models.cnn(), optimizer=momentum, batch=batch, loss=functional.cross_entropy)
 
 

@@ -370,8 +370,11 @@ CHURN = """
 """
 
 
-@pytest.mark.parametrize("limited", ["limited", "free"])
-@pytest.mark.parametrize("mode", ["large", "mixed", "waves"])
+# Not waves under a limit: RLIMIT_DATA bounds addresses, and malloc gives back pages, not addresses.
+@pytest.mark.parametrize(
+    ("mode", "limited"),
+    [("large", "free"), ("mixed", "free"), ("waves", "free"), ("large", "limited"), ("mixed", "limited")],
+)
 def test_the_kernel_sees_no_more_resident_memory_than_the_budget(mode: str, limited: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHURN), mode, limited], capture_output=True, text=True, timeout=120

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import Plan, Problem, Swap
-from lowtide.core.trace import Gap
+from lowtide.core.trace import Gap, Kind, Phase, Save, Storage
 from lowtide.errors import BadArgument
 from lowtide.plan.curve import Curve
 from lowtide.plan.sweep import Sweep, link_of, predict
 from lowtide.plan.verify import replay
-from lowtide.testing.traces import chain_trace, machine_of, problems
+from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems
 
 TRACE = chain_trace(4, nbytes=100, duration_s=1.0)
 LINK = Link(write_bytes_per_s=200.0, read_bytes_per_s=200.0)
@@ -52,6 +52,22 @@ def test_waiting_is_attributed_to_the_operator_and_the_swap() -> None:
     assert outcome.short == ((3, 100),)
     assert outcome.late == ((0, pytest.approx(0.5)),)
     assert outcome.prediction.stall_s == pytest.approx(1.0)
+
+
+def test_prefetches_stand_back_while_an_operator_waits_for_a_write() -> None:
+    # Storage 0 is written from 1 to 1.5 s, storage 1 from then to 6.5 s. Operator 4 wants to begin at 4 s and waits for
+    # storage 1, which it releases, until 6.5 s; the read of storage 0 begins no earlier and keeps operator 5 waiting.
+    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0) for k in range(10)]
+    storages = [Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=0, last_op=9) for nbytes in (10, 100)]
+    saves = [
+        Save(storage=0, packed_op=0, free_op=1, uses=(5,), released_op=5),
+        Save(storage=1, packed_op=0, free_op=1, uses=(), released_op=4),
+    ]
+    machine = machine_of(Link(write_bytes_per_s=20.0, read_bytes_per_s=5.0, duplex=True))
+    problem = Problem(trace=make_trace(steps, storages, saves), machine=machine, budget_bytes=10**4)
+    swaps = tuple(Swap(gap=gap, fetch_op=4) for gap in problem.trace.gaps())
+    assert predict(problem, swaps).step_s == pytest.approx(10 + 2.5 + 1)
+    assert replay(Plan(policy="test", budget_bytes=10**4, swaps=swaps), problem).step_s == pytest.approx(13.5)
 
 
 def test_a_plan_over_the_budget_is_predicted_and_not_refused() -> None:

@@ -81,7 +81,7 @@ def measure_link(medium: Medium, *, clock: Callable[[], float] = time.perf_count
     sizes = [size for size in _SIZES_BYTES if _fits(medium, size)] or [_SIZES_BYTES[0]]
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="lowtide-probe"))
-        buffers = [stack.enter_context(_pages(_SIZES_BYTES[-1])) for _ in range(_IN_FLIGHT)]
+        buffers = [_pages(_SIZES_BYTES[-1]) for _ in range(_IN_FLIGHT)]
 
         def time_both(operation: Callable[[int, memoryview], None], size: int) -> float:
             start = clock()
@@ -226,12 +226,11 @@ def _typical(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
     return [(size, statistics.median(seen[1:] or seen)) for size, seen in times.items() if seen]
 
 
-@contextlib.contextmanager
-def _pages(nbytes: int) -> Iterator[memoryview]:
-    """Give page-aligned memory filled with bytes that a filesystem cannot compress."""
-    with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
-        view[:] = os.urandom(nbytes)
-        yield view
+def _pages(nbytes: int) -> memoryview:
+    """Return page-aligned memory filled with bytes that a filesystem cannot compress; it is unmapped when forgotten."""
+    view = memoryview(mmap.mmap(-1, nbytes))
+    view[:] = os.urandom(nbytes)
+    return view
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -20,7 +20,10 @@ def machine_for(medium: Medium) -> Machine:
         return saved
     disks = tuple(directory.stat().st_dev for directory in directories)
     if not disks or disks not in _measured:
-        link = measure_link(medium)
+        try:
+            link = measure_link(medium)
+        except OSError:
+            return assumed_machine()  # too full or too small to measure: it may still take what little it has room for
         if disks:
             _measured[disks] = link
     else:

@@ -4,8 +4,8 @@ PyTorch's own allocator is used, so nothing can refuse an allocation: the budget
 the tensors that exist between steps plus the saved storages in fast memory, whenever autograd saves or asks back.
 Operators' scratch memory and gradients in the making are not seen, which is why the budget is only advisory.
 
-Note [Ends]: a record lives as long as something refers to it, a pack or a transfer under way; no count is kept. Packs are
-closed by the garbage collector, on any thread and inside any of our own critical sections, so `close_pack` takes no
+Note [Ends]: a record lives as long as something refers to it, a pack or a transfer under way; no count is kept. Packs
+are closed by the garbage collector, on any thread and inside any of our own critical sections, so `close_pack` takes no
 lock: it pops a dictionary entry, and a record whose last reference that was frees its memory at once and appends to a
 queue. Only `_collect_ends`, under the lock, does the bookkeeping.
 """
@@ -23,31 +23,36 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.capture.builder import Event as Logged
 from lowtide.capture.builder import Scope
+from lowtide.core.log import Event as Logged
+from lowtide.core.log import LogEntry
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import Log, Packed, Usage
 from lowtide.execute.residency import Arrived, Event, Gone, ReadFailed, Residence, Sole, WriteFailed, Written
-from lowtide.memory.native.bindings import LogEntry
 from lowtide.tiers.extents import Extent
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.store import ThreadStore, Transfer
 
 _WAIT_S = 0.2  # how often a wait looks up to let Ctrl-C through
-# Looking for tensors visits every object of the process: after the first steps, only while it takes this share of the time.
+# Looking for tensors visits every object of the process: after the first steps, only while it takes this share of time.
 _SCAN_SHARE = 0.01
 _SCANS_AT_LEAST = 3
 
-# In builds of torch before 2.8 only those for CUDA have it.
+# torch leaves these two untyped.
+_Storage: Any = torch.UntypedStorage
+_WeakRef: Any = StorageWeakRef
+# Builds of torch before 2.8 have it only with CUDA.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# What `_Record.holders` says of a storage that only its record holds: measured below, as nothing promises it.
+_ALONE: tuple[int, int] | None = None
 _open_backends: weakref.WeakSet[AdvisoryBackend] = weakref.WeakSet()
 _warned = threading.Event()
 
@@ -57,8 +62,7 @@ class _SegmentLog:
 
     def __init__(self) -> None:
         self._raw: list[LogEntry] | None = None
-        self._names = ["segment", "backward"]
-        self._number = {name: number for number, name in enumerate(self._names)}
+        self._numbers = {"lowtide::segment": 0, "backward": 1}
 
     def start(self) -> None:
         self._raw = []
@@ -71,60 +75,43 @@ class _SegmentLog:
             raw.append(LogEntry(kind, 0, time.perf_counter_ns(), a, b, c))
 
     def add_module(self, name: str) -> None:
-        number = self._number.setdefault(name, len(self._names))
-        if number == len(self._names):
-            self._names.append(name)
-        self.add(Logged.MODULE, number)
+        self.add(Logged.MODULE, self._numbers.setdefault(name, len(self._numbers)))
 
     def take(self) -> Log:
-        """Stop, and return the log with one operator for each segment: the i-th event is followed by operator i + 1."""
+        """Stop, and return the log with one operator for each segment: operator i + 1 begins at the i-th event."""
         raw, self._raw = self._raw or [], None
         starts = [i for i, entry in enumerate(raw) if entry.kind in (Logged.MARKER, Logged.PACK, Logged.UNPACK)]
         entries: list[LogEntry] = []
         for start, stop in itertools.pairwise([*starts, len(raw)]):
-            entries += self._segment(raw[start], raw[start + 1 : stop])
-        return Log(entries=entries, names=list(self._names))  # type: ignore[arg-type]  # lists are invariant
+            entries += _segment(raw[start], raw[start + 1 : stop])
+        return Log(entries=entries, names=list(self._numbers))
 
-    @staticmethod
-    def _segment(first: LogEntry, rest: list[LogEntry]) -> list[LogEntry]:
-        def operator(kind: Logged, name: int, scope: Scope) -> LogEntry:
-            return LogEntry(kind, 0, first.at_ns, name, scope, 0)
 
-        calls = [operator(Logged.OP_BEGIN, 0, Scope.FUNCTION), operator(Logged.OP_END, 0, Scope.FUNCTION)]
-        if first.kind == Logged.UNPACK:
-            begin, end = operator(Logged.OP_BEGIN, 1, Scope.BACKWARD), operator(Logged.OP_END, 1, Scope.BACKWARD)
-            calls = [begin, *calls, end]
-        # Who holds what is looked at once, when an event is handled: what was found then held when the segment began.
-        soles = [entry for entry in rest if entry.kind == Logged.SOLE]
-        others = [entry for entry in rest if entry.kind != Logged.SOLE]
-        return [first, *soles, *calls, *others]
+def _segment(first: LogEntry, rest: list[LogEntry]) -> list[LogEntry]:
+    """Return an event and what followed it, with the operator that began at it in between."""
+
+    def call(kind: Logged, name: int, scope: Scope) -> LogEntry:
+        return LogEntry(kind, 0, first.at_ns, name, scope, 0)
+
+    calls = [call(Logged.OP_BEGIN, 0, Scope.FUNCTION), call(Logged.OP_END, 0, Scope.FUNCTION)]
+    if first.kind == Logged.UNPACK:
+        calls = [call(Logged.OP_BEGIN, 1, Scope.BACKWARD), *calls, call(Logged.OP_END, 1, Scope.BACKWARD)]
+    # Who holds what is looked at when an event is handled: what was found then was so when the segment began.
+    soles = [entry for entry in rest if entry.kind == Logged.SOLE]
+    return [first, *soles, *calls, *(entry for entry in rest if entry.kind != Logged.SOLE)]
 
 
 class _End(NamedTuple):
-    """What is left of a record: `fast_bytes` it still took, its extent, and its storage if somebody else holds that."""
+    """What is left of a record: the fast bytes it took, its extent, and its storage, weakly, if somebody holds that."""
 
     number: int
     fast_bytes: int
     extent: Extent | None
-    held: StorageWeakRef | None
+    held: Any
 
 
 class _Record:
     """A storage that autograd saved. `storage` is torch's one Python object for it (None: it is not in fast memory)."""
-
-    __slots__ = (
-        "__weakref__",
-        "cdata",
-        "ends",
-        "error",
-        "extent",
-        "log",
-        "nbytes",
-        "number",
-        "state",
-        "storage",
-        "wanted",
-    )
 
     def __init__(self, number: int, storage: torch.UntypedStorage, *, ends: deque[_End], log: _SegmentLog) -> None:
         self.number = number
@@ -139,29 +126,26 @@ class _Record:
         self.log = log
 
     def is_alone(self) -> bool:
-        """Tell whether nobody else can reach the bytes: then they may leave, and nobody changes them meanwhile (R1)."""
+        """Tell whether nobody else can reach the bytes: they may leave, and nobody changes them meanwhile (R1)."""
         return self.storage is not None and self.holders() == _ALONE
 
     def holders(self) -> tuple[int, int]:
-        """Return who holds the storage, in C++ (tensors, and its Python object once) and in Python."""
+        """Return how many hold the storage in C++ (tensors, and its Python object once) and in Python."""
         assert _use_count is not None, "no backend is made where it is missing"
         return _use_count(self.cdata), sys.getrefcount(self.storage)
 
     def __del__(self) -> None:
         held = None
-        if self.storage is not None:
-            if self.is_alone():
-                self.log.add(Logged.FREE, self.number, self.nbytes)
-            else:
-                held = StorageWeakRef(self.storage)
+        if self.is_alone():
+            self.log.add(Logged.FREE, self.number, self.nbytes)
+        elif self.storage is not None:
+            held = _WeakRef(self.storage)
         self.log.add(Logged.GONE, self.number, self.storage is None, self.nbytes)
         self.ends.append(_End(self.number, 0 if self.storage is None else self.nbytes, self.extent, held))
 
 
-# What `holders` says of a storage that only a record holds; measured, because it differs between versions of torch and Python.
-_ALONE = (
-    _Record(0, torch.UntypedStorage(1), ends=deque(), log=_SegmentLog()).holders() if _use_count is not None else None
-)
+if _use_count is not None:
+    _ALONE = _Record(0, _Storage(1), ends=deque(), log=_SegmentLog()).holders()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +169,13 @@ class _Move:
 
 
 class AdvisoryBackend:
-    """Fast memory is whatever PyTorch allocates, compared with a budget; see `Backend` for the contract."""
+    """Fast memory is whatever PyTorch allocates, compared with a budget; see `Backend` for the contract.
+
+    `over_budget_bytes` is the most by which the budget was passed where nothing more could leave.
+    """
 
     exact_budget = False
+    refusals = 0
 
     def __init__(self, medium: Medium, *, verify: bool, reason: str) -> None:
         if _use_count is None:
@@ -198,7 +186,7 @@ class AdvisoryBackend:
         if not _warned.is_set():
             _warned.set()
             warnings.warn(
-                f"lowtide: {reason}. Until then the budget is only advisory: saved tensors are accounted for in Python, "
+                f"lowtide: {reason}. So the budget is only advisory: saved tensors are accounted for in Python, "
                 "PyTorch's own allocator is used, and operators may pass the budget. To have it enforced, install g++; "
                 "see `lowtide doctor`",
                 RuntimeWarning,
@@ -219,9 +207,9 @@ class AdvisoryBackend:
         self._watched: dict[int, None] = {}
         self._numbers = itertools.count(1)
         self._empty: dict[torch.dtype, torch.Tensor] = {}
-        self._foreign: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._static_bytes = 0
-        self._record_bytes = 0
+        self._foreign: dict[int, tuple[Any, int]] = {}  # storages that are no records: weak references and bytes
+        self._static_bytes = 0  # of those
+        self._record_bytes = 0  # of records in fast memory, whichever way they are going
         self._peak_bytes = 0
         self._stall_s = 0.0
         self._scans = 0
@@ -246,24 +234,29 @@ class AdvisoryBackend:
         self._on_pressure = on_pressure
 
     def refresh_static(self) -> None:
+        self._warn()
         now_s = time.perf_counter()
         if self._scans < _SCANS_AT_LEAST or self._scan_s < _SCAN_SHARE * (now_s - self._opened_s):
             found = _storages_of_process()
             with self._lock:
-                self._foreign = {cdata: held for cdata, held in found.items() if cdata not in self._by_storage}
+                self._collect_ends()
+                self._foreign = {cdata: entry for cdata, entry in found.items() if cdata not in self._by_storage}
             self._scans += 1
             self._scan_s += time.perf_counter() - now_s
         with self._lock:
             self._count_static()
 
     def _count_static(self) -> None:
-        self._foreign = {cdata: held for cdata, held in self._foreign.items() if not held[0].expired()}
+        self._foreign = {cdata: entry for cdata, entry in self._foreign.items() if not entry[0].expired()}
         self._static_bytes = sum(nbytes for _, nbytes in self._foreign.values())
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+        self._raise_peak()
 
     def _live_bytes(self) -> int:
         self._collect_ends()
         return self._static_bytes + self._record_bytes
+
+    def _raise_peak(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
 
     def _lacking_bytes(self, extra_bytes: int) -> int:
         """Return by how much the budget would be passed with `extra_bytes` more."""
@@ -280,7 +273,7 @@ class AdvisoryBackend:
             moving_bytes = self._on_pressure(lacking_bytes)
             lacking_bytes = self._lacking_bytes(extra_bytes)
             # Each round waits for a transfer to end, so there are no more rounds than transfers (R3).
-            if lacking_bytes > 0 and not (moving_bytes and self._wait_for_any()):
+            if lacking_bytes > 0 and not (moving_bytes > 0 and self._wait_for_any()):
                 self.over_budget_bytes = max(self.over_budget_bytes, lacking_bytes)
                 return
 
@@ -297,21 +290,21 @@ class AdvisoryBackend:
                 read_bytes=self._store.read_bytes,
             )
 
-    refusals = 0
-
     def too_small(self) -> BudgetTooSmall:
-        """Return how far the budget was passed: nothing was refused."""
+        """Return how far the budget was passed: nothing is ever refused here."""
         budget_bytes = self._budget_bytes or 0
+        needed_bytes = budget_bytes + self.over_budget_bytes
         return BudgetTooSmall(
-            budget_bytes=budget_bytes,
-            needed_bytes=budget_bytes + self.over_budget_bytes,
-            op="the step",
-            detail=self._write_error,
+            budget_bytes=budget_bytes, needed_bytes=needed_bytes, op="the step", detail=self._write_error
         )
 
     # ---- saved tensors ----
 
+    def storage_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().nbytes()
+
     def pack(self, tensor: torch.Tensor) -> Packed:
+        self._warn()
         probe = tensor.detach()
         probe.data = self._empty_of(tensor.dtype)
         with self._lock:
@@ -320,7 +313,8 @@ class AdvisoryBackend:
             if record is None:
                 record = self._new_record(tensor.untyped_storage())
             pack = next(self._numbers)
-            self._packs[pack] = _Pack(record, tensor.size(), tensor.stride(), tensor.storage_offset(), probe)
+            offset = int(tensor.storage_offset())
+            self._packs[pack] = _Pack(record, tensor.size(), tensor.stride(), offset, probe)
             self._log.add(Logged.PACK, record.number, record.number, record.nbytes)
         if is_new:
             self._make_room(0)
@@ -329,14 +323,14 @@ class AdvisoryBackend:
     def _new_record(self, storage: torch.UntypedStorage) -> _Record:
         record = _Record(next(self._numbers), storage, ends=self._ends, log=self._log)
         known = self._foreign.pop(record.cdata, None)
-        if known is not None and not known[0].expired():
+        if known is not None:
             self._static_bytes -= known[1]
         else:
             self._log.add(Logged.ALLOC, record.number, record.nbytes)
         self._records[record.number] = self._by_storage[record.cdata] = record
         self._watched[record.number] = None
         self._record_bytes += record.nbytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+        self._raise_peak()
         return record
 
     def _empty_of(self, dtype: torch.dtype) -> torch.Tensor:
@@ -350,13 +344,11 @@ class AdvisoryBackend:
     def tensor(self, pack: int, dtype: torch.dtype) -> torch.Tensor | None:
         held = self._packs[pack]
         with self._lock:
-            storage = held.record.storage
-            if storage is None or held.record.state is Residence.ARRIVING:
+            if held.record.storage is None or held.record.state is Residence.ARRIVING:
                 return None
             view = torch.empty(0, dtype=dtype, device="cpu")
-            view.set_(storage, held.offset, held.size, held.stride)
-            del storage
-        # It counts versions with the saved tensor: a change made through it is noticed at the next unpack, as in stock (R5).
+            view.set_(held.record.storage, held.offset, held.size, held.stride)
+        # It shares the saved tensor's version: a change made through it shows at the next unpack, as in stock (R5).
         made = held.probe.detach()
         made.data = view
         return made
@@ -388,10 +380,10 @@ class AdvisoryBackend:
         while self._ends:
             end = self._ends.popleft()
             self._record_bytes -= end.fast_bytes
-            if end.held is not None and not end.held.expired():
+            if end.held is not None and end.held.cdata not in self._foreign:
                 self._foreign[end.held.cdata] = (end.held, end.fast_bytes)
                 self._static_bytes += end.fast_bytes
-            if end.extent is not None and self._is_open:
+            if end.extent is not None:
                 self._store.free(end.extent)
             self._happened.append(Gone(end.number))
 
@@ -405,7 +397,7 @@ class AdvisoryBackend:
             try:
                 found.extent, transfer = self._store.put(_memory_of(found, nbytes))
             except SpillFull as full:
-                self._say_kept(str(full))
+                self._write_error = str(full)
                 raise
             found.state, found.wanted = Residence.LEAVING, False
             self._moves[record] = _Move(found, transfer, is_write=True)
@@ -429,13 +421,11 @@ class AdvisoryBackend:
     def prefetch(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
-            if found is None:
-                return False
-            if found.state is Residence.AWAY:
-                if self._lacking_bytes(found.nbytes) > 0:
+            if found is not None and found.state is Residence.AWAY:
+                if not self._is_open or self._lacking_bytes(found.nbytes) > 0:
                     return False
                 self._read(found)
-            return True
+            return found is not None
 
     def fetch(self, record: int) -> None:
         found = self._records.get(record)
@@ -455,18 +445,16 @@ class AdvisoryBackend:
 
     def _read(self, record: _Record) -> None:
         assert record.extent is not None, f"record {record.number} is away, but nowhere"
-        storage = torch.UntypedStorage(record.nbytes, device="cpu")
+        if not self._is_open:
+            raise self._read_error(record.nbytes, SpillError(errno.ESTALE, "the tide was closed before backward ran"))
+        storage = _Storage(record.nbytes, device="cpu")
         record.storage, record.cdata = storage, storage._cdata
-        try:
-            transfer = self._store.get(record.extent, _memory_of(record, record.nbytes))
-        except SpillError:
-            record.storage = None
-            raise
         record.state, record.error = Residence.ARRIVING, None
+        transfer = self._store.get(record.extent, _memory_of(record, record.nbytes))
         self._by_storage[record.cdata] = record
         self._moves[record.number] = _Move(record, transfer, is_write=False)
         self._record_bytes += record.nbytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+        self._raise_peak()
 
     def _give_up(self, record: _Record) -> None:
         self._by_storage.pop(record.cdata, None)
@@ -502,7 +490,8 @@ class AdvisoryBackend:
             assert record.extent is not None, "a put that failed still owns its extent"
             self._store.free(record.extent)
             record.extent, record.state = None, Residence.RESIDENT  # R4: a failed write keeps the value in memory
-            self._say_kept(str(error))
+            if self._is_open:  # otherwise it was called off
+                self._write_error = str(error)
             return WriteFailed(record.number)
         if record.wanted or not record.is_alone():
             record.state = Residence.CLEAN
@@ -525,11 +514,11 @@ class AdvisoryBackend:
             return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
         return SpillError(cause.errno or errno.EIO, f"{what} cannot be read back from {place}: {cause}")
 
-    def _say_kept(self, reason: str) -> None:
-        self._write_error = reason
-        if not self._said_kept:
+    def _warn(self) -> None:
+        """Warn of the first write that failed. Only called where an exception, which a warning may be, does no harm."""
+        if self._write_error and not self._said_kept:
             self._said_kept = True
-            warnings.warn(f"lowtide: {reason}; keeping the data in memory", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"lowtide: {self._write_error}; keeping the data in memory", RuntimeWarning, stacklevel=3)
 
     # ---- observation ----
 
@@ -561,24 +550,29 @@ class AdvisoryBackend:
         if os.getpid() != self._pid or not self._is_open:
             return  # a forked child has no threads; the spill is its parent's
         self._budget_bytes = None
-        failure = self._bring_back_all() if bring_back else None
-        _open_backends.discard(self)
-        self._store.close()
-        if failure is not None:
-            raise failure
+        for number in list(self._records):
+            self.keep(number)
+        try:
+            if bring_back:
+                self._bring_back_all()
+        finally:
+            _open_backends.discard(self)
+            self._store.close()
+            with self._lock:
+                self._settle_moves()
+        self._warn()
 
-    def _bring_back_all(self) -> SpillError | None:
+    def _bring_back_all(self) -> None:
         """Fetch what a graph that is still alive may ask for later: after this nothing is on the tier."""
         failure: SpillError | None = None
         for number in list(self._records):
-            self.keep(number)
+            self.fetch(number)
             try:
-                self.wait(number)
-                self.fetch(number)
                 self.wait(number)
             except SpillError as error:
                 failure = error
-        return failure
+        if failure is not None:
+            raise failure
 
 
 def _memory_of(record: _Record, nbytes: int) -> memoryview:
@@ -587,12 +581,12 @@ def _memory_of(record: _Record, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(record.storage.data_ptr())).cast("B")
 
 
-def _storages_of_process() -> dict[int, tuple[StorageWeakRef, int]]:
-    """Return every storage in DRAM that a Python object leads to: parameters, their gradients, what the optimizer keeps."""
-    found: dict[int, tuple[StorageWeakRef, int]] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
-            continue
+def _storages_of_process() -> dict[int, tuple[Any, int]]:
+    """Return every storage in DRAM that a Python object leads to: parameters, gradients, what the optimizer keeps."""
+    found: dict[int, tuple[Any, int]] = {}
+    kinds = {torch.Tensor, *_subclasses(torch.Tensor)}
+    # By its type: to ask an object for its class may run whatever code it has.
+    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         try:
             gradient = thing.grad if thing.is_leaf and thing.requires_grad else None
             for tensor in (thing, gradient):
@@ -600,7 +594,14 @@ def _storages_of_process() -> dict[int, tuple[StorageWeakRef, int]]:
                     continue
                 storage = tensor.untyped_storage()
                 if storage.data_ptr():
-                    found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    found[storage._cdata] = (_WeakRef(storage), storage.nbytes())
         except (RuntimeError, NotImplementedError):
             continue  # a tensor without memory of its own: fake, meta, a wrapper
     return found
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    subclass: type
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -114,9 +114,10 @@ class Runtime:
                 self._advance(-1 - handle.key)
             tensor = backend.tensor(handle.pack, handle.dtype)
             while tensor is None:
-                self._fetch(record)
                 backend.wait(record)
                 tensor = backend.tensor(handle.pack, handle.dtype)
+                if tensor is None:  # it had left in the meantime
+                    self._fetch(record)
         finally:
             with self._lock:
                 self._settle()

@@ -42,7 +42,8 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
     for swap in plan.swaps:
         gap = swap.gap
         key = key_of[gap.storage, gap.before_op]
-        if gap.after_op == trace.saves[key].free_op:
+        save = trace.saves[key]
+        if gap.before_op == (save.uses[0] if save.uses else save.released_op):
             swapped.add(key)
         else:
             leave.setdefault(bisect_left(positions, gap.after_op), []).append(key)

@@ -8,8 +8,8 @@
 // Note [Asking for room]: an allocation that does not fit calls `pressure` (Python: the residency machine) without any
 // lock of ours held. The callback gives up clean copies and starts write-outs; it answers a negative number when waiting
 // has no point any more (Ctrl-C, for one). Then the allocation waits, without the GIL, until anything is freed, and tries
-// again. It fails when no transfer is under way any more; that is asked of the movers themselves, because they report a
-// transfer to Python before its memory is free.
+// again. It fails when no transfer is under way and none has ended since; that is counted here, because the movers
+// report a transfer to Python before its memory is free.
 #include "lowtide.h"
 
 #include <c10/core/CPUAllocator.h>
@@ -46,7 +46,8 @@ thread_local bool asking_for_room = false;
 
 std::mutex progress_mutex;
 std::condition_variable progress;
-uint64_t progress_epoch = 0;
+uint64_t progress_epoch = 0;  // guarded by progress_mutex, as the next
+int64_t in_flight = 0;        // bytes of transfers that have not ended, or whose memory is not free yet
 std::atomic<int> waiters{0};
 
 struct Failure {
@@ -365,7 +366,12 @@ void* block_after_making_room(int64_t n, bool large) {
     asking_for_room = true;
     int64_t answer = ask(std::max<int64_t>(excess, 1));
     asking_for_room = false;
-    bool moving = bytes_in_flight() > 0;  // looked at before the attempt: what lands in between is waited for once more
+    bool moving;
+    {
+      // Looked at before the attempt: what ends in between is a reason to ask once more.
+      std::lock_guard<std::mutex> guard(progress_mutex);
+      moving = in_flight > 0 || progress_epoch != epoch;
+    }
     block = try_block(n, large);
     if (block || answer < 0 || !moving) break;
     int64_t start = now_ns();
@@ -502,6 +508,20 @@ int64_t serial_of(const c10::StorageImpl* storage) {
 void notify_progress() {
   {
     std::lock_guard<std::mutex> guard(progress_mutex);
+    ++progress_epoch;
+  }
+  progress.notify_all();
+}
+
+void transfer_began(int64_t bytes) {
+  std::lock_guard<std::mutex> guard(progress_mutex);
+  in_flight += bytes;
+}
+
+void transfer_ended(int64_t bytes) {
+  {
+    std::lock_guard<std::mutex> guard(progress_mutex);
+    in_flight -= bytes;
     ++progress_epoch;
   }
   progress.notify_all();

@@ -40,6 +40,9 @@ c10::Allocator* budget_allocator();
 int64_t serial_of(const c10::StorageImpl* storage);
 // Bytes may have become free: wake allocations that wait.
 void notify_progress();
+// While a transfer is under way an allocation waits instead of failing; it ends when the memory that it frees is free.
+void transfer_began(int64_t bytes);
+void transfer_ended(int64_t bytes);
 void add_stall_ns(int64_t ns);
 bool in_forked_child();
 // Take care of our locks when the process forks. The last to register is the first to be locked: whoever locks before the
@@ -63,11 +66,6 @@ class WithoutGil {
  private:
   PyThreadState* state_ = nullptr;
 };
-
-// ---- mover.cpp ----
-
-// The bytes of transfers whose memory, if they free any, is not free yet.
-int64_t bytes_in_flight();
 
 // ---- observe.cpp ----
 

@@ -123,7 +123,6 @@ class Mover {
   std::atomic<int> completion_count{0};
   int64_t next_record = 1, next_pack = 1;
   int64_t leaving_bytes = 0, arriving_bytes = 0;
-  std::atomic<int64_t> in_flight{0};  // both, until the memory is free too
   int64_t written_bytes = 0, read_bytes = 0;
   Medium medium;
 
@@ -152,6 +151,7 @@ class Mover {
   // Forget the writes that have not begun: their records stay where they are.
   void cancel_writes() {
     std::vector<c10::Storage> released;
+    int64_t bytes = 0;
     {
       std::lock_guard<std::mutex> guard(mutex);
       for (auto at = writes_.begin(); at != writes_.end();) {
@@ -162,14 +162,14 @@ class Mover {
         Record& record = *(*at)->record;
         record.state = kResident;
         leaving_bytes -= record.bytes;
-        in_flight -= record.bytes;
+        bytes += record.bytes;
         if (record.finished) released.push_back(finish(record));
         at = writes_.erase(at);
       }
     }
     changed.notify_all();
     released.clear();
-    notify_progress();
+    transfer_ended(bytes);
   }
 
   bool stopping() const {
@@ -312,8 +312,7 @@ class Mover {
     set_evicting(evicted);
     released = c10::Storage();  // the memory is free here
     set_evicting(false);
-    in_flight -= job->bytes;  // before the notice, which would otherwise be the last one that a waiter gets
-    notify_progress();
+    transfer_ended(job->bytes);
     guard.lock();
   }
 
@@ -437,11 +436,6 @@ void after_fork_in_child() {
 }
 
 }  // namespace
-
-int64_t bytes_in_flight() {
-  return mover().in_flight.load();
-}
-
 }  // namespace lowtide
 
 using namespace lowtide;
@@ -626,7 +620,7 @@ int lt_record_write(int64_t id, int64_t offset) {
   record->offset = offset;
   record->wanted = false;
   m.leaving_bytes += record->bytes;
-  m.in_flight += record->bytes;
+  transfer_began(record->bytes);
   m.enqueue(job, false);
   return 0;
 }
@@ -708,7 +702,7 @@ int lt_record_read(int64_t id, int demand) {
   record->storage = std::move(storage);
   record->state = kArriving;
   m.arriving_bytes += bytes;
-  m.in_flight += bytes;
+  transfer_began(bytes);
   m.enqueue(job, demand != 0);
   return 0;
 }

@@ -1,0 +1,495 @@
+"""The residency machine alone: every transition by itself, then random histories over a backend that is made up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from lowtide.execute.residency import (
+    Arrived,
+    Command,
+    Drop,
+    Dropped,
+    Due,
+    Event,
+    Fetch,
+    Gone,
+    Held,
+    Keep,
+    Leave,
+    Needed,
+    NoRoom,
+    Prefetch,
+    Pressure,
+    ReadFailed,
+    Residence,
+    Residency,
+    Saved,
+    Sole,
+    Used,
+    Watch,
+    Write,
+    WriteFailed,
+    Written,
+)
+
+
+def everything(view: Residency, need_bytes: int) -> Iterator[int]:
+    """Give up what can go, lowest number first, until that is enough."""
+    for record in view.evictable():
+        if need_bytes <= 0:
+            return
+        yield record
+        need_bytes -= view.nbytes(record)
+
+
+def machine_with(*events: Event, swapped: frozenset[int] = frozenset()) -> Residency:
+    machine = Residency(everything)
+    machine.follow(swapped=swapped, uses={})
+    for event in events:
+        machine.on(event)
+        machine.validate()
+    return machine
+
+
+SAVED = Saved(1, 100, 0)
+GONE_OUT = (SAVED, Sole(1), Pressure(1), Written(1, resident=False))
+CLEAN = (*GONE_OUT, Needed(1), Arrived(1), Used(1))
+
+
+# ---- one transition each ----
+
+
+def test_what_is_saved_is_resident_and_nothing_happens() -> None:
+    machine = machine_with()
+    assert machine.on(SAVED) == []
+    assert machine.where(1) is Residence.RESIDENT
+
+
+def test_a_record_that_the_plan_swaps_is_written_when_nobody_else_holds_it() -> None:
+    machine = machine_with(SAVED, swapped=frozenset({0}))
+    assert machine.on(Sole(1)) == [Write(1)]
+    assert machine.where(1) is Residence.LEAVING
+
+
+def test_a_record_that_the_plan_keeps_is_not_written_when_nobody_else_holds_it() -> None:
+    machine = machine_with(SAVED, swapped=frozenset({7}))
+    assert machine.on(Sole(1)) == []
+    assert machine.where(1) is Residence.RESIDENT
+
+
+def test_pressure_writes_what_can_go() -> None:
+    machine = machine_with(SAVED, Sole(1))
+    assert machine.on(Pressure(1)) == [Write(1)]
+    assert machine.where(1) is Residence.LEAVING
+
+
+def test_pressure_never_writes_what_the_program_still_holds() -> None:
+    machine = machine_with(SAVED)
+    assert machine.on(Pressure(1)) == []
+
+
+def test_pressure_never_writes_what_is_pinned() -> None:
+    machine = machine_with(SAVED, Sole(1), Needed(1))
+    assert machine.on(Pressure(1)) == []
+
+
+def test_pressure_waits_for_what_is_leaving_instead_of_sending_more() -> None:
+    machine = machine_with(SAVED, Saved(2, 100, 1), Sole(1), Sole(2), Pressure(50))
+    assert machine.on(Pressure(100)) == []
+    assert machine.on(Pressure(101)) == [Write(2)]
+
+
+def test_pressure_drops_a_clean_record_without_a_write() -> None:
+    machine = machine_with(*CLEAN)
+    assert machine.where(1) is Residence.CLEAN
+    assert machine.on(Pressure(1)) == [Drop(1)]
+
+
+def test_a_dropped_record_is_away() -> None:
+    assert machine_with(*CLEAN, Pressure(1), Dropped(1)).where(1) is Residence.AWAY
+
+
+def test_a_written_record_is_away_unless_it_was_kept() -> None:
+    assert machine_with(SAVED, Sole(1), Pressure(1), Written(1, resident=False)).where(1) is Residence.AWAY
+    assert machine_with(SAVED, Sole(1), Pressure(1), Written(1, resident=True)).where(1) is Residence.CLEAN
+
+
+def test_a_failed_write_keeps_the_record_and_is_never_tried_again() -> None:
+    machine = machine_with(SAVED, Sole(1), Pressure(1), WriteFailed(1))
+    assert machine.where(1) is Residence.RESIDENT
+    assert machine.evictable() == []
+    assert machine.on(Pressure(1)) == []
+
+
+def test_needing_a_resident_record_takes_nothing() -> None:
+    assert machine_with(SAVED).on(Needed(1)) == []
+
+
+def test_needing_a_record_that_is_away_fetches_it() -> None:
+    machine = machine_with(*GONE_OUT)
+    assert machine.on(Needed(1)) == [Fetch(1)]
+    assert machine.where(1) is Residence.ARRIVING
+
+
+def test_needing_a_record_that_is_arriving_waits_for_it() -> None:
+    assert machine_with(*GONE_OUT, Due((0,))).on(Needed(1)) == [Fetch(1)]
+
+
+def test_needing_a_record_that_is_leaving_keeps_it() -> None:
+    machine = machine_with(SAVED, Sole(1), Pressure(1))
+    assert machine.on(Needed(1)) == [Keep(1)]
+    assert machine.on(Written(1, resident=True)) == []
+    assert machine.where(1) is Residence.CLEAN
+
+
+def test_an_arrived_record_is_clean_and_can_go_after_its_use() -> None:
+    machine = machine_with(*GONE_OUT, Needed(1), Arrived(1))
+    assert machine.evictable() == []
+    machine.on(Used(1))
+    assert machine.evictable() == [1]
+
+
+def test_a_record_needed_twice_at_once_is_pinned_until_both_are_done() -> None:
+    machine = machine_with(SAVED, Sole(1), Needed(1), Needed(1), Used(1))
+    assert machine.on(Pressure(1)) == []
+    machine.on(Used(1))
+    assert machine.on(Pressure(1)) == [Write(1)]
+
+
+def test_a_failed_read_leaves_the_record_away_and_the_next_need_fetches_again() -> None:
+    machine = machine_with(*GONE_OUT, Needed(1), ReadFailed(1), Used(1))
+    assert machine.where(1) is Residence.AWAY
+    assert machine.moving_bytes() == 0
+    assert machine.on(Needed(1)) == [Fetch(1)]
+
+
+def test_what_is_due_is_prefetched_if_it_is_away_and_kept_if_it_is_leaving() -> None:
+    machine = machine_with(*GONE_OUT, Saved(2, 100, 1), Sole(2), Pressure(100), Saved(3, 100, 2))
+    assert machine.on(Due((0, 1, 2, 9))) == [Prefetch(1), Keep(2)]
+    assert machine.where(1) is Residence.ARRIVING
+
+
+def test_a_prefetch_without_room_is_tried_again_later_and_once() -> None:
+    machine = machine_with(*GONE_OUT, Due((0,)), NoRoom(1))
+    assert machine.where(1) is Residence.AWAY
+    assert machine.retry_deferred() == [Prefetch(1)]
+    assert machine.retry_deferred() == []
+
+
+def test_a_deferred_prefetch_of_a_record_that_came_back_or_went_is_forgotten() -> None:
+    machine = machine_with(*GONE_OUT, Due((0,)), NoRoom(1), Needed(1), Arrived(1), Used(1))
+    assert machine.retry_deferred() == []
+    machine = machine_with(*GONE_OUT, Due((0,)), NoRoom(1), Gone(1))
+    assert machine.retry_deferred() == []
+
+
+def test_a_record_that_turns_out_to_be_held_stays_and_is_watched() -> None:
+    machine = machine_with(SAVED, Sole(1), Pressure(1))
+    assert machine.on(Held(1)) == [Watch(1)]
+    assert machine.where(1) is Residence.RESIDENT
+    assert machine.evictable() == []
+    machine.on(Sole(1))
+    assert machine.evictable() == [1]
+
+
+def test_a_clean_record_that_turns_out_to_be_held_stays_clean() -> None:
+    machine = machine_with(*CLEAN, Pressure(1))
+    assert machine.on(Held(1)) == [Watch(1)]
+    assert machine.where(1) is Residence.CLEAN
+
+
+def test_what_the_plan_sends_away_again_leaves_once_it_is_free() -> None:
+    machine = machine_with(*CLEAN)
+    assert machine.on(Leave((0,))) == [Watch(1)]
+    assert machine.on(Sole(1)) == [Drop(1)]
+
+
+def test_a_record_needed_after_leave_does_not_leave() -> None:
+    machine = machine_with(*CLEAN, Leave((0,)), Needed(1))
+    assert machine.on(Sole(1)) == []
+    assert machine.on(Used(1)) == []
+
+
+def test_a_record_that_is_gone_is_no_longer_known() -> None:
+    machine = machine_with(SAVED, Sole(1), Pressure(1), Gone(1))
+    assert machine.where(1) is None
+    assert machine.records() == []
+    assert machine.leaving_bytes() == machine.moving_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Sole(9), Needed(9), Used(9), Written(9, resident=False), WriteFailed(9), Arrived(9), ReadFailed(9), Held(9), Gone(9)],
+)
+def test_events_of_a_record_that_is_gone_are_ignored(event: Event) -> None:
+    assert machine_with(SAVED).on(event) == []
+
+
+def test_following_a_plan_in_the_middle_of_a_step_sends_away_what_it_swaps() -> None:
+    machine = machine_with(SAVED, Saved(2, 100, 1), Sole(1), Sole(2))
+    assert machine.follow(swapped=frozenset({1}), uses={}) == [Write(2)]
+
+
+def test_a_reactive_step_sends_nothing_away_by_itself() -> None:
+    machine = machine_with(SAVED, swapped=frozenset({0}))
+    machine.react()
+    assert machine.on(Sole(1)) == []
+
+
+def test_a_new_step_numbers_keys_afresh_and_still_knows_old_records() -> None:
+    machine = machine_with(*GONE_OUT)
+    machine.begin_step()
+    machine.on(Saved(2, 50, 0))
+    machine.validate()
+    assert machine.on(Due((0,))) == []
+    machine.on(Gone(1))
+    machine.validate()
+    assert machine.on(Sole(2)) == []
+    assert machine.on(Needed(1)) == []
+
+
+def test_the_next_use_is_the_first_that_is_not_past() -> None:
+    machine = Residency(everything)
+    machine.follow(swapped=frozenset(), uses={0: (3, 5)})
+    machine.on(SAVED)
+    assert machine.next_use(1) == 3
+    for _ in range(4):
+        machine.tick()
+    assert machine.next_use(1) == 5
+    for _ in range(2):
+        machine.tick()
+    assert math.isinf(machine.next_use(1))
+
+
+def test_bytes_in_flight_count_what_nobody_waits_for() -> None:
+    machine = machine_with(*GONE_OUT, Due((0,)), Saved(2, 30, 1), Sole(2), Pressure(1))
+    assert machine.leaving_bytes() == 30
+    assert machine.moving_bytes() == 130
+    machine.on(Needed(1))
+    assert machine.moving_bytes() == 30
+
+
+def test_validate_notices_a_use_without_a_need() -> None:
+    machine = Residency(everything)
+    machine.on(SAVED)
+    machine.on(Used(1))
+    with pytest.raises(AssertionError, match="used more often"):
+        machine.validate()
+
+
+# ---- random histories ----
+
+
+class Histories(RuleBasedStateMachine):
+    """The machine over a backend whose transfers end in any order, well or not, and are reported late.
+
+    What the backend knows is the truth; the machine learns of it only through events, as it does from real threads.
+    """
+
+    records = Bundle("records")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Residency(everything)
+        self.truth: dict[int, Residence] = {}
+        self.held: set[int] = set()
+        self.wanted: set[int] = set()
+        self.watched: set[int] = set()
+        self.pinned: dict[int, int] = {}
+        self.finished: set[int] = set()
+        self.on_tier: set[int] = set()
+        self.unreported: list[Event] = []
+        self.next_record = 1
+        self.next_key = 0
+
+    @initialize(swapped=st.frozensets(st.integers(0, 8)))
+    def begin(self, swapped: frozenset[int]) -> None:
+        self.run(self.machine.follow(swapped=swapped, uses={key: (key + 4, key + 9) for key in range(9)}))
+
+    # -- the backend --
+
+    def run(self, commands: list[Command]) -> None:
+        for command in commands:
+            record = command.record
+            match command:
+                case Write():
+                    assert not self.pinned.get(record), "a pinned record is written"
+                    if record not in self.truth or record in self.held or self.truth[record] is not Residence.RESIDENT:
+                        self.run(self.machine.on(Held(record)))
+                    else:
+                        self.truth[record] = Residence.LEAVING
+                        self.wanted.discard(record)
+                case Drop():
+                    assert not self.pinned.get(record), "a pinned record is dropped"
+                    if record in self.held or self.truth.get(record) is not Residence.CLEAN:
+                        self.run(self.machine.on(Held(record)))
+                    else:
+                        assert record in self.on_tier, "a record is dropped that the tier does not hold"
+                        self.truth[record] = Residence.AWAY
+                        self.machine.on(Dropped(record))
+                case Keep():
+                    if self.truth.get(record) is Residence.LEAVING:
+                        self.wanted.add(record)
+                case Prefetch():
+                    if self.truth.get(record) is not Residence.AWAY:
+                        continue  # under way or there already
+                    if self.next_key % 3:
+                        self.truth[record] = Residence.ARRIVING
+                    else:
+                        self.run(self.machine.on(NoRoom(record)))
+                case Watch():
+                    self.watched.add(record)
+                case Fetch():
+                    raise AssertionError("a fetch comes only from a need")
+
+    def settle(self) -> None:
+        for record in sorted(self.watched - self.held):
+            if self.truth.get(record) not in (None, Residence.AWAY):
+                self.watched.discard(record)
+                self.unreported.append(Sole(record))
+        events, self.unreported = self.unreported, []
+        for event in events:
+            self.run(self.machine.on(event))
+        self.machine.validate()
+
+    def end(self, record: int, *, well: bool) -> None:
+        """End a transfer; it is reported at the next settling."""
+        if self.truth[record] is Residence.LEAVING:
+            if not well:
+                self.truth[record] = Residence.RESIDENT
+                self.unreported.append(WriteFailed(record))
+            else:
+                self.on_tier.add(record)
+                stays = record in self.wanted or record in self.held
+                self.truth[record] = Residence.CLEAN if stays else Residence.AWAY
+                self.unreported.append(Written(record, resident=stays))
+        else:
+            assert record in self.on_tier, "a record is read that was never written"
+            self.truth[record] = Residence.CLEAN if well else Residence.AWAY
+            self.unreported.append(Arrived(record) if well else ReadFailed(record))
+        if record in self.finished:
+            self.forget(record)
+
+    def forget(self, record: int) -> None:
+        del self.truth[record]
+        self.unreported.append(Gone(record))
+
+    def moving(self) -> list[int]:
+        return [r for r, where in self.truth.items() if where in (Residence.LEAVING, Residence.ARRIVING)]
+
+    # -- the program --
+
+    @rule(target=records, nbytes=st.integers(1, 1000))
+    def save(self, nbytes: int) -> int:
+        self.settle()
+        record, self.next_record = self.next_record, self.next_record + 1
+        self.truth[record] = Residence.RESIDENT
+        self.held.add(record)
+        self.watched.add(record)
+        self.run(self.machine.on(Saved(record, nbytes, self.next_key)))
+        self.next_key += 1
+        self.machine.tick()
+        return record
+
+    @rule(record=records)
+    def let_go(self, record: int) -> None:
+        self.held.discard(record)
+        self.settle()
+
+    @rule(record=records, late_ends=st.booleans(), well=st.booleans())
+    def use(self, record: int, late_ends: bool, well: bool) -> None:
+        if record not in self.truth or record in self.finished:
+            return
+        self.settle()
+        commands = self.machine.on(Needed(record))
+        self.pinned[record] = self.pinned.get(record, 0) + 1
+        if late_ends and self.truth[record] in (Residence.LEAVING, Residence.ARRIVING):
+            self.end(record, well=well)  # between the machine's answer and what is done about it
+        for command in commands:
+            if isinstance(command, Keep):
+                self.run([command])
+        while self.truth[record] in (Residence.AWAY, Residence.ARRIVING):
+            if self.truth[record] is Residence.AWAY:
+                self.truth[record] = Residence.ARRIVING
+            self.end(record, well=True)
+        assert self.truth[record] not in (Residence.AWAY, Residence.ARRIVING), "needed, and not there"
+        self.held.add(record)
+        self.settle()
+        self.machine.on(Used(record))
+        self.pinned[record] -= 1
+        self.machine.tick()
+
+    @rule(record=records, well=st.booleans())
+    def transfer_ends(self, record: int, well: bool) -> None:
+        if record in self.moving():
+            self.end(record, well=well)
+
+    @rule(nbytes=st.integers(1, 3000))
+    def press(self, nbytes: int) -> None:
+        self.settle()
+        before = {record for record in self.truth if self.truth[record] in (Residence.RESIDENT, Residence.CLEAN)}
+        self.run(self.machine.on(Pressure(nbytes)))
+        for record in before:
+            if self.truth[record] is Residence.AWAY:
+                assert record in self.on_tier, "a record left before the tier confirmed it"
+
+    @rule(keys=st.lists(st.integers(0, 20), max_size=3))
+    def fall_due(self, keys: list[int]) -> None:
+        self.settle()
+        self.run(self.machine.on(Due(tuple(keys))))
+
+    @rule(keys=st.lists(st.integers(0, 20), max_size=3, unique=True))
+    def leave_again(self, keys: list[int]) -> None:
+        self.settle()
+        self.run(self.machine.on(Leave(tuple(keys))))
+
+    @rule()
+    def retry(self) -> None:
+        self.settle()
+        self.run(self.machine.retry_deferred())
+
+    @rule(swapped=st.frozensets(st.integers(0, 20), max_size=5))
+    def change_plan(self, swapped: frozenset[int]) -> None:
+        self.settle()
+        self.run(self.machine.follow(swapped=swapped, uses={}))
+
+    @rule()
+    def next_step(self) -> None:
+        self.settle()
+        self.machine.begin_step()
+        self.machine.react()
+        self.next_key = 0
+
+    @rule(record=consumes(records))
+    def release(self, record: int) -> None:
+        if record not in self.truth:
+            return
+        self.held.discard(record)
+        if record in self.moving():
+            self.finished.add(record)
+        else:
+            self.forget(record)
+
+    @precondition(lambda self: not self.unreported)
+    @invariant()
+    def what_the_machine_calls_movable_is_movable(self) -> None:
+        for record in self.machine.evictable():
+            assert not self.pinned.get(record)
+            assert self.machine.where(record) in (Residence.RESIDENT, Residence.CLEAN)
+
+    def teardown(self) -> None:
+        for record in self.moving():
+            self.end(record, well=True)
+        self.settle()
+        assert self.machine.moving_bytes() == 0, "the machine waits for a transfer that ended"
+        assert set(self.machine.records()) == set(self.truth)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,168 @@
+"""A small training, repeatable to the bit, and what it needs: shared by the tests of the runtime."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.memory.native import load
+from lowtide.tiers import FileMedium
+from tests import models
+
+Step = Callable[[], AbstractContextManager[Any]]
+NO_PRESSURE_BYTES = 8 * 2**30
+
+
+def digest(tensor: Tensor | None) -> str:
+    """Return a tensor's bits in short, without allocating tensor memory."""
+    if tensor is None:
+        return "none"
+    return hashlib.blake2b(tensor.detach().numpy().tobytes(), digest_size=12).hexdigest()
+
+
+class Training:
+    """A model, its optimizer and its batches; two of the same seed do the same, bit by bit."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module] = models.mlp,
+        *,
+        shape: Sequence[int] = (512, 128),
+        labels: int = 10,
+        vocabulary: int | None = None,
+    ) -> None:
+        torch.manual_seed(11)
+        self.model = make()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.shape = tuple(shape)
+        self.labels = labels
+        self.vocabulary = vocabulary
+        self.done = 0
+        self.losses: list[float] = []
+        self.gradients: list[str] = []
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        if self.vocabulary is None:
+            x = torch.randn(*self.shape, generator=generator)
+        else:
+            x = torch.randint(self.vocabulary, self.shape, generator=generator)
+        return x, torch.randint(self.labels, self.shape[:1], generator=generator)
+
+    def loss(self) -> Tensor:
+        x, y = self.batch(self.done)
+        torch.manual_seed(self.done)
+        out = self.model(x)
+        while out.dim() > 2:
+            out = out.mean(1)
+        return functional.cross_entropy(out, y)
+
+    def backward_only(self) -> None:
+        """Do a step up to the update: what may fail without changing the model."""
+        loss = self.loss()
+        loss.backward()
+        self.losses.append(loss.item())
+        self.gradients.append("".join(digest(parameter.grad) for parameter in self.model.parameters()))
+
+    def one(self) -> None:
+        """Do one step."""
+        self.backward_only()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+
+    def steps(self, count: int, step: Step = nullcontext) -> Training:
+        for _ in range(count):
+            with step():
+                self.one()
+        return self
+
+    def result(self) -> dict[str, object]:
+        """Return everything that must be equal."""
+        state = [digest(tensor) for tensor in self.model.state_dict().values()]
+        return {"losses": self.losses, "gradients": self.gradients, "state": state}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a training takes where nothing presses, without what the process holds besides."""
+
+    base_bytes: int
+    static_bytes: int
+    peak_bytes: int
+    floor_bytes: int
+
+    def share(self, share: float) -> int:
+        """Return the budget that leaves this share of what activations add."""
+        return self.static_bytes + int(share * (self.peak_bytes - self.static_bytes)) + other_bytes() - self.base_bytes
+
+    def floor(self, factor: float = 1.0) -> int:
+        """Return this factor times the smallest budget that any plan can meet."""
+        return int(factor * self.floor_bytes) + other_bytes() - self.base_bytes
+
+
+def other_bytes() -> int:
+    """Return the bytes of all tensors that the process holds now: every budget covers them."""
+    gc.collect()
+    with lowtide.fit(budget=NO_PRESSURE_BYTES, spill="null:") as tide:
+        stats: dict[str, Any] = tide.stats()
+        return int(stats["static_bytes"])
+
+
+def need(make: Callable[[], Training], spill: Path) -> Need:
+    """Measure what a training needs."""
+    base_bytes = other_bytes()
+    training = make()
+    with lowtide.fit(training.model, training.optimizer, budget=NO_PRESSURE_BYTES, spill=spill) as tide:
+        training.steps(3, tide.step)
+        stats: dict[str, Any] = tide.stats()
+        floor_bytes = tide.trace().floor_bytes()
+    return Need(
+        base_bytes=base_bytes,
+        static_bytes=stats["static_bytes"],
+        peak_bytes=stats["peak_bytes"],
+        floor_bytes=floor_bytes,
+    )
+
+
+def records() -> int:
+    """Return how many saved storages the native part still knows."""
+    gc.collect()
+    return load().mover_counters().records
+
+
+@dataclass
+class Spy:
+    """A file medium that notes what goes through it; as it is in Python, it hides the descriptors."""
+
+    directory: Path
+    capacity_bytes: int | None = None
+    writes: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    name: str = "spy"
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        self._medium = FileMedium([self.directory])
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self.writes.append(data.nbytes)
+        self._medium.write_at(offset, data)
+
+    def read_at(self, offset: int, into: memoryview) -> None:
+        self.reads.append(into.nbytes)
+        self._medium.read_at(offset, into)
+
+    def close(self) -> None:
+        self._medium.close()
+
