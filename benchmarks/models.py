@@ -34,8 +34,12 @@ def _convolution(before: int, after: int, size: int, *, stride: int = 1) -> list
     return [nn.Conv2d(before, after, size, stride=stride, padding=size // 2, bias=False), nn.BatchNorm2d(after)]
 
 
-def vgg16(*, classes: int) -> nn.Module:
-    """VGG-16 with BatchNorm: thirteen convolutions in five stages, three linear layers."""
+def vgg16(*, classes: int, linear_layers: bool = False) -> nn.Module:
+    """VGG-16 with BatchNorm: thirteen convolutions in five stages, then pooling and one linear layer.
+
+    With `linear_layers` the three of the paper instead. Their 124 million parameters, with gradients and momentum, weigh
+    1.4 GiB that no plan for activations can move: a question of its own.
+    """
     stages: list[nn.Module] = []
     before = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -44,6 +48,8 @@ def vgg16(*, classes: int) -> nn.Module:
             layers += [*_convolution(before, width, 3), nn.ReLU(inplace=True)]
             before = width
         stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+    if not linear_layers:
+        return Chain(*stages, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)))
     classifier = nn.Sequential(
         nn.Flatten(),
         nn.Linear(512 * 7 * 7, 4096),
@@ -238,6 +244,11 @@ def _bert(sizes: Sizes) -> Benchmark:
 
 MODELS: dict[str, Callable[[Sizes], Benchmark]] = {
     "vgg16": lambda sizes: _vision("VGG-16 with BatchNorm", lambda: vgg16(classes=sizes.classes), sizes),
+    "vgg16_linear": lambda sizes: _vision(
+        "VGG-16 with BatchNorm and the paper's linear layers",
+        lambda: vgg16(classes=sizes.classes, linear_layers=True),
+        sizes,
+    ),
     "gpt": _gpt,
     "resnet50": lambda sizes: _vision("ResNet-50", lambda: resnet50(classes=sizes.classes), sizes),
     "bert": _bert,

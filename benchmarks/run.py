@@ -53,7 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
                 results["models"][model]["floor"] = comparison.floor(measured)
                 _write(options.out, results)
             broken += [f"{model}: {text}" for text in broken_promises(results["models"][model]["contenders"])]
-    console.print(f"results in {options.out}; make a table with: python -m benchmarks.table {options.out}")
+    console.print(
+        f"results in {options.out}; make a table with: python benchmarks/table.py {options.out}", soft_wrap=True
+    )
     for text in broken:
         console.print(f"broken promise: {text}", style="bold red")
     return 1 if broken else 0
@@ -201,7 +203,7 @@ class Comparison:
         self._say(f"round {index + 1}/{self._options.rounds} {entrant.key}: {text}")
 
     def _say(self, text: str) -> None:
-        self._console.print(f"{self._job.model}: {text}", highlight=False, markup=False)
+        self._console.print(f"{self._job.model}: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _stop(*_signal: object) -> NoReturn:

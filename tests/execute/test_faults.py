@@ -240,6 +240,7 @@ def test_a_file_that_was_cut_off_raises_spill_error(mlp_need: Need, tmp_path: Pa
     x, _ = training.batch(0)
     layers: list[torch.nn.Module] = list(training.model)  # type: ignore[call-overload]
     with lowtide.fit(training.model, budget=mlp_need.share(0.4), spill=medium, policy="lru") as tide, tide.step():
+        spare = torch.empty(1 << 18)
         x = layers[1](layers[0](x))
         oldest = x.grad_fn
         for layer in layers[2:]:
@@ -247,8 +248,10 @@ def test_a_file_that_was_cut_off_raises_spill_error(mlp_need: Need, tmp_path: Pa
         while load().mover_counters().leaving_bytes:
             time.sleep(0.01)
         os.ftruncate(medium.fds[0], 0)
+        del spare  # room for what comes back: a write to make some would fill the file up with zeros again
         with pytest.raises(lowtide.SpillError, match="came back short"):
             oldest._saved_self  # type: ignore[union-attr]  # noqa: B018
+        del x, oldest
 
 
 def test_a_read_that_failed_may_be_tried_again_on_the_same_graph(mlp_need: Need, tmp_path: Path) -> None:
@@ -543,6 +546,32 @@ def test_ctrl_c_reaches_a_program_that_waits_for_a_disk_that_hangs(mlp_need: Nee
 # ---- fork ----
 
 
+def fork(work: Callable[[], object]) -> int:
+    """Do something in a forked child, which never comes back into the test; return its number."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def wait_for(child: int) -> None:
+    """Wait for a child, which must have done its work; one that hangs is ended."""
+    for _ in range(2000):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("a forked child hangs")
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_forked_loader_workers_neither_hang_nor_disturb_the_spill(
     direct: bool, mlp_need: Need, tmp_path: Path
@@ -581,25 +610,21 @@ def test_forked_loader_workers_neither_hang_nor_disturb_the_spill(
 
 def test_a_fork_in_the_middle_of_transfers_loses_no_bytes(mlp_need: Need, stock: dict[str, object], tmp_path: Path) -> None:
     training, children = Training(), []
-
-    def fork() -> None:
-        child = os.fork()
-        if child == 0:
-            # A child may allocate, free and forget its parent's tensors; none of that is the parent's business.
-            del keep[:]
-            torch.ones(1 << 20).sum()
-            os._exit(0)
-        children.append(child)
-
     keep: list[Tensor] = []
+
+    def allocate_and_forget() -> None:
+        # A child may allocate, free and forget its parent's tensors; none of that is the parent's business.
+        del keep[:]
+        torch.ones(1 << 20).sum()
+
     with lowtide.fit(training.model, training.optimizer, budget=mlp_need.share(0.5), spill=tmp_path) as tide:
         for _ in range(STEPS):
             with tide.step():
                 loss = training.loss()
                 keep[:] = [loss]
-                fork()
+                children.append(fork(allocate_and_forget))
                 loss.backward()
-                fork()
+                children.append(fork(allocate_and_forget))
                 training.losses.append(loss.item())
                 training.gradients.append("")
                 del keep[:], loss
@@ -607,7 +632,7 @@ def test_a_fork_in_the_middle_of_transfers_loses_no_bytes(mlp_need: Need, stock:
                 training.optimizer.zero_grad()
                 training.done += 1
     for child in children:
-        assert os.waitpid(child, 0)[1] == 0
+        wait_for(child)
     assert training.result()["state"] == stock["state"]
     assert training.losses == stock["losses"]
 
@@ -650,17 +675,28 @@ def test_forks_from_a_busy_process_never_deadlock(mlp_need: Need, tmp_path: Path
 def test_a_forked_child_does_not_close_descriptors_that_are_not_the_spills(tmp_path: Path) -> None:
     medium = FileMedium([tmp_path])
     with lowtide.fit(budget=1 << 30, spill=medium):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
+
+
+        def open_one_and_close_the_spill() -> None:
             mine = os.open("/dev/zero", os.O_RDONLY)
             medium.close()
-            os.write(writing, b"y" if os.read(mine, 1) == b"\0" else b"n")
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(reading, 1) == b"y"
-        os.close(reading)
-        os.close(writing)
+            assert os.read(mine, 1) == b"\0"
+
+        wait_for(fork(open_one_and_close_the_spill))
+
+
+def test_a_child_forked_after_the_end_keeps_descriptors_that_were_the_spills(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    medium = FileMedium([tmp_path])
+    spilled_to = medium.fds[0]
+    with lowtide.fit(budget=1 << 30, spill=medium):
+        pass
+    os.dup2(writing, spilled_to)
+    wait_for(fork(lambda: os.write(spilled_to, b"here")))
+    os.close(spilled_to)
+    os.close(writing)
+    assert os.read(reading, 4) == b"here"
+    os.close(reading)
 
 
 def test_one_thread_may_close_a_tide_that_another_one_opened(mlp_need: Need, tmp_path: Path) -> None:

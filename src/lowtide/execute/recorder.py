@@ -22,13 +22,17 @@ def is_operator(name: str) -> bool:
     """
     if name == "aten::empty" or "::" not in name or name.startswith("autograd::"):
         return False
-    try:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            return False
-    except RuntimeError:
-        pass  # known only by its overloads, none of which is this
     schemas = torch._C._jit_get_schemas_for_operator(name)
-    return not schemas or not all(_is_view(schema) for schema in schemas)
+    plain = [schema for schema in schemas if "out" not in schema.overload_name]
+    return not plain or not all(_is_view(schema) or _is_composite(schema) for schema in plain)
+
+
+def _is_composite(schema: torch._C.FunctionSchema) -> bool:
+    qualified = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeImplicitAutograd"))
+    except RuntimeError:
+        return True  # known to TorchScript only: never dispatched
 
 
 def _is_view(schema: torch._C.FunctionSchema) -> bool:

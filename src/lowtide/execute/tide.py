@@ -75,7 +75,7 @@ class Tide:
         self._step_stall_s = 0.0
         self._static_bytes = 0
         self._inside = False
-        self._closed = False
+        self._closed = True  # until everything is open: nothing to close after a failure here
         self._pid = os.getpid()
         try:
             self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
@@ -87,6 +87,7 @@ class Tide:
         reference = weakref.ref(self)
         self._at_exit = lambda: _close_if_alive(reference)
         atexit.register(self._at_exit)
+        self._closed = False
 
     # ---- the loop ----
 

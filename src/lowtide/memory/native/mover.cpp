@@ -141,6 +141,7 @@ class Mover {
     for (auto& thread : threads_) thread.join();
     threads_.clear();
     std::lock_guard<std::mutex> guard(mutex);
+    medium = Medium{};  // its descriptors' numbers will soon be somebody else's
     for (auto& [id, record] : records) {
       if (record->state == kClean) record->state = kResident;
       if (record->state == kAway) record->error = kLost;
@@ -502,6 +503,7 @@ int64_t lt_pack(c10::TensorImpl* tensor, int64_t* out) {
   }
   auto& record = m.records.at(id);
   ++record->packs;
+  record->finished = false;  // saved again while its last transfer was still under way
   int64_t pack = m.next_pack++;
   Pack& p = m.packs[pack];
   p.record = id;
