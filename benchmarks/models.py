@@ -37,8 +37,8 @@ def _convolution(before: int, after: int, size: int, *, stride: int = 1) -> list
 def vgg16(*, classes: int, linear_layers: bool = False) -> nn.Module:
     """VGG-16 with BatchNorm: thirteen convolutions in five stages, then pooling and one linear layer.
 
-    With `linear_layers` the three of the paper instead. Their 124 million parameters, with gradients and momentum, weigh
-    1.4 GiB that no plan for activations can move: a question of its own.
+    With `linear_layers` the three of the paper instead. Their 124 million parameters, with gradients and momentum,
+    weigh 1.4 GiB that no plan for activations can move: a question of its own.
     """
     stages: list[nn.Module] = []
     before = 3

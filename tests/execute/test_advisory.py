@@ -26,7 +26,7 @@ from lowtide.core.trace import Gap, Phase
 from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute import advisory
 from lowtide.execute.advisory import AdvisoryBackend
-from lowtide.execute.residency import Arrived, Gone, Sole, Written
+from lowtide.execute.events import Arrived, Gone, Sole, Written
 from lowtide.plan import verify
 from lowtide.plan.policies.auto import Auto
 from lowtide.tiers.file import FileMedium

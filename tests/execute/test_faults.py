@@ -151,7 +151,7 @@ def test_a_full_disk_keeps_values_in_memory(mlp_need: Need, stock: dict[str, obj
         with pytest.warns(RuntimeWarning, match="No space left"):
             out = train(small, mlp_need.share(1.2), policy="swap_all")
         assert out["result"] == stock
-        assert 0 < out["stats"]["swapped_out_bytes"]
+        assert out["stats"]["swapped_out_bytes"] > 0
         with pytest.warns(RuntimeWarning), pytest.raises(lowtide.BudgetTooSmall, match="No space left"):
             train(small, mlp_need.share(0.3))
 
@@ -161,13 +161,13 @@ def test_a_small_disk_budget_is_kept_and_the_rest_stays_in_memory(
 ) -> None:
     training, capacity = Training(), 1 << 20
     budget: dict[str, str | int] = {"cpu": mlp_need.share(1.2), "disk": capacity}
-    with pytest.warns(RuntimeWarning, match="no room for"):
-        with lowtide.fit(
-            training.model, training.optimizer, budget=budget, spill=tmp_path, policy="swap_all"
-        ) as tide:
-            training.steps(STEPS, tide.step)
-            assert tide._backend._extents.high_bytes <= capacity  # type: ignore[attr-defined]
-            assert tide.stats()["swapped_out_bytes"] > 0  # type: ignore[operator]
+    with (
+        pytest.warns(RuntimeWarning, match="no room for"),
+        lowtide.fit(training.model, training.optimizer, budget=budget, spill=tmp_path, policy="swap_all") as tide,
+    ):
+        training.steps(STEPS, tide.step)
+        assert tide._backend._extents.high_bytes <= capacity  # type: ignore[attr-defined]
+        assert tide.stats()["swapped_out_bytes"] > 0  # type: ignore[operator]
     assert training.result() == stock
     with pytest.warns(RuntimeWarning), pytest.raises(lowtide.BudgetTooSmall, match="no room for"):
         training = Training()
@@ -259,16 +259,18 @@ def test_a_read_that_failed_may_be_tried_again_on_the_same_graph(mlp_need: Need,
     expected.backward_only()
     training = Training()
     medium = faulty(tmp_path, fault(Direction.READ, FaultKind.EIO, 1))
-    with lowtide.fit(
-        training.model, training.optimizer, budget=mlp_need.share(0.5), spill=medium, policy="lru"
-    ) as tide, tide.step():
+    with (
+        lowtide.fit(training.model, training.optimizer, budget=mlp_need.share(0.5), spill=medium, policy="lru") as tide,
+        tide.step(),
+    ):
         loss = training.loss()
         with pytest.raises(lowtide.SpillError):
             loss.backward(retain_graph=True)
         training.optimizer.zero_grad()
         loss.backward()
         assert [p.grad.tolist() for p in training.model.parameters()] == [  # type: ignore[union-attr]
-            p.grad.tolist() for p in expected.model.parameters()  # type: ignore[union-attr]
+            p.grad.tolist()
+            for p in expected.model.parameters()  # type: ignore[union-attr]
         ]
 
 
@@ -409,7 +411,9 @@ def test_a_graph_of_a_closed_tide_and_one_of_the_next_do_not_disturb_each_other(
         with tide.step():
             loss = old.loss()
     training = Training()
-    with lowtide.fit(training.model, training.optimizer, budget=mlp_need.share(3.0), spill=tmp_path, policy=policy) as tide:
+    with lowtide.fit(
+        training.model, training.optimizer, budget=mlp_need.share(3.0), spill=tmp_path, policy=policy
+    ) as tide:
         training.steps(2, tide.step)
         with tide.step():
             inner = training.loss()
@@ -573,9 +577,7 @@ def wait_for(child: int) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_forked_loader_workers_neither_hang_nor_disturb_the_spill(
-    direct: bool, mlp_need: Need, tmp_path: Path
-) -> None:
+def test_forked_loader_workers_neither_hang_nor_disturb_the_spill(direct: bool, mlp_need: Need, tmp_path: Path) -> None:
     dataset = TensorDataset(torch.randn(2048, 128, generator=torch.Generator().manual_seed(1)))
 
     def run(step: Callable[[], Any] | None) -> list[float]:
@@ -608,7 +610,9 @@ def test_forked_loader_workers_neither_hang_nor_disturb_the_spill(
     assert_nothing_left(tmp_path)
 
 
-def test_a_fork_in_the_middle_of_transfers_loses_no_bytes(mlp_need: Need, stock: dict[str, object], tmp_path: Path) -> None:
+def test_a_fork_in_the_middle_of_transfers_loses_no_bytes(
+    mlp_need: Need, stock: dict[str, object], tmp_path: Path
+) -> None:
     training, children = Training(), []
     keep: list[Tensor] = []
 
@@ -675,7 +679,6 @@ def test_forks_from_a_busy_process_never_deadlock(mlp_need: Need, tmp_path: Path
 def test_a_forked_child_does_not_close_descriptors_that_are_not_the_spills(tmp_path: Path) -> None:
     medium = FileMedium([tmp_path])
     with lowtide.fit(budget=1 << 30, spill=medium):
-
 
         def open_one_and_close_the_spill() -> None:
             mine = os.open("/dev/zero", os.O_RDONLY)

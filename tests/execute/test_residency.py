@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from lowtide.execute.residency import (
+from lowtide.execute.events import (
     Arrived,
     Command,
     Drop,
@@ -27,8 +27,6 @@ from lowtide.execute.residency import (
     Prefetch,
     Pressure,
     ReadFailed,
-    Residence,
-    Residency,
     Saved,
     Sole,
     Used,
@@ -37,6 +35,8 @@ from lowtide.execute.residency import (
     WriteFailed,
     Written,
 )
+from lowtide.execute.residency import Residence, Residency
+from lowtide.execute.residency import Residence, Residency
 
 
 def everything(view: Residency, need_bytes: int) -> Iterator[int]:
@@ -225,7 +225,17 @@ def test_a_record_that_is_gone_is_no_longer_known() -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [Sole(9), Needed(9), Used(9), Written(9, resident=False), WriteFailed(9), Arrived(9), ReadFailed(9), Held(9), Gone(9)],
+    [
+        Sole(9),
+        Needed(9),
+        Used(9),
+        Written(9, resident=False),
+        WriteFailed(9),
+        Arrived(9),
+        ReadFailed(9),
+        Held(9),
+        Gone(9),
+    ],
 )
 def test_events_of_a_record_that_is_gone_are_ignored(event: Event) -> None:
     assert machine_with(SAVED).on(event) == []

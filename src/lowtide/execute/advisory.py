@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.capture.builder import Scope
 from lowtide.core.log import Event as Logged
-from lowtide.core.log import LogEntry
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import Log, Packed, Usage
-from lowtide.execute.residency import Arrived, Event, Gone, ReadFailed, Residence, Sole, WriteFailed, Written
+from lowtide.execute.events import Arrived, Event, Gone, ReadFailed, Sole, WriteFailed, Written
+from lowtide.execute.residency import Residence
+from lowtide.execute.segments import SegmentLog
 from lowtide.tiers.extents import Extent
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.store import ThreadStore, Transfer
@@ -57,50 +57,6 @@ _open_backends: weakref.WeakSet[AdvisoryBackend] = weakref.WeakSet()
 _warned = threading.Event()
 
 
-class _SegmentLog:
-    """A log in the form of the native one, whose operators are the segments between saves and uses."""
-
-    def __init__(self) -> None:
-        self._raw: list[LogEntry] | None = None
-        self._numbers = {"lowtide::segment": 0, "backward": 1}
-
-    def start(self) -> None:
-        self._raw = []
-        self.add(Logged.MARKER)
-
-    def add(self, kind: Logged, a: int = 0, b: int = 0, c: int = 0) -> None:
-        """Append an entry; also called where the garbage collector runs (see Note [Ends])."""
-        raw = self._raw
-        if raw is not None:
-            raw.append(LogEntry(kind, 0, time.perf_counter_ns(), a, b, c))
-
-    def add_module(self, name: str) -> None:
-        self.add(Logged.MODULE, self._numbers.setdefault(name, len(self._numbers)))
-
-    def take(self) -> Log:
-        """Stop, and return the log with one operator for each segment: operator i + 1 begins at the i-th event."""
-        raw, self._raw = self._raw or [], None
-        starts = [i for i, entry in enumerate(raw) if entry.kind in (Logged.MARKER, Logged.PACK, Logged.UNPACK)]
-        entries: list[LogEntry] = []
-        for start, stop in itertools.pairwise([*starts, len(raw)]):
-            entries += _segment(raw[start], raw[start + 1 : stop])
-        return Log(entries=entries, names=list(self._numbers))
-
-
-def _segment(first: LogEntry, rest: list[LogEntry]) -> list[LogEntry]:
-    """Return an event and what followed it, with the operator that began at it in between."""
-
-    def call(kind: Logged, name: int, scope: Scope) -> LogEntry:
-        return LogEntry(kind, 0, first.at_ns, name, scope, 0)
-
-    calls = [call(Logged.OP_BEGIN, 0, Scope.FUNCTION), call(Logged.OP_END, 0, Scope.FUNCTION)]
-    if first.kind == Logged.UNPACK:
-        calls = [call(Logged.OP_BEGIN, 1, Scope.BACKWARD), *calls, call(Logged.OP_END, 1, Scope.BACKWARD)]
-    # Who holds what is looked at when an event is handled: what was found then was so when the segment began.
-    soles = [entry for entry in rest if entry.kind == Logged.SOLE]
-    return [first, *soles, *calls, *(entry for entry in rest if entry.kind != Logged.SOLE)]
-
-
 class _End(NamedTuple):
     """What is left of a record: the fast bytes it took, its extent, and its storage, weakly, if somebody holds that."""
 
@@ -113,7 +69,7 @@ class _End(NamedTuple):
 class _Record:
     """A storage that autograd saved. `storage` is torch's one Python object for it (None: it is not in fast memory)."""
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, *, ends: deque[_End], log: _SegmentLog) -> None:
+    def __init__(self, number: int, storage: torch.UntypedStorage, *, ends: deque[_End], log: SegmentLog) -> None:
         self.number = number
         self.storage: torch.UntypedStorage | None = storage
         self.cdata: int = storage._cdata
@@ -145,7 +101,7 @@ class _Record:
 
 
 if _use_count is not None:
-    _ALONE = _Record(0, _Storage(1), ends=deque(), log=_SegmentLog()).holders()
+    _ALONE = _Record(0, _Storage(1), ends=deque(), log=SegmentLog()).holders()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +153,7 @@ class AdvisoryBackend:
         self._store = ThreadStore(medium, verify=verify)
         self._budget_bytes: int | None = None
         self._on_pressure: Callable[[int], int] = lambda _need_bytes: 0
-        self._log = _SegmentLog()
+        self._log = SegmentLog()
         self._ends: deque[_End] = deque()
         self._happened: deque[Event] = deque()
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lowtide.core.log import LogEntry
-from lowtide.errors import BudgetTooSmall
-from lowtide.execute.residency import Event
+from lowtide.execute.events import Event
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +56,10 @@ class Backend(Protocol):
     """Whether the budget is enforced at every allocation (False: accounted for, and only advisory)."""
 
     def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
-        """Enforce a budget; call `on_pressure(need_bytes)` when an allocation lacks room (it answers the bytes in flight,
-        below zero to give up)."""
+        """Enforce a budget; call `on_pressure(need_bytes)` when an allocation lacks room.
+
+        It answers how many bytes are in flight, below zero to give up.
+        """
         ...
 
     def storage_bytes(self, tensor: torch.Tensor) -> int:
@@ -142,8 +143,8 @@ class Backend(Protocol):
         """How many allocations were refused so far."""
         ...
 
-    def too_small(self) -> BudgetTooSmall:
-        """Return the error for the allocation that was refused last."""
+    def too_small(self) -> BaseException:
+        """Return the error for the allocation that was refused last: `BudgetTooSmall`, or what interrupted its wait."""
         ...
 
     def refresh_static(self) -> None:

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import Log, Packed, Usage
-from lowtide.execute.residency import Arrived, Event, Gone, ReadFailed, Sole, WriteFailed, Written
+from lowtide.execute.events import Arrived, Event, Gone, ReadFailed, Sole, WriteFailed, Written
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.tiers.extents import Extent, Extents
@@ -108,8 +108,10 @@ class CpuBackend:
             fresh_bytes=memory.fresh_bytes,
         )
 
-    def too_small(self) -> BudgetTooSmall:
-        """Return the error for the allocation that was refused last."""
+    def too_small(self) -> BaseException:
+        interruption = self._native.take_interruption()
+        if interruption is not None:
+            return interruption
         refusal = self._native.last_refusal()
         return BudgetTooSmall(
             budget_bytes=refusal.budget_bytes,

@@ -15,6 +15,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lowtide.execute.events import (
+    Arrived,
+    Command,
+    Drop,
+    Dropped,
+    Due,
+    Event,
+    Fetch,
+    Gone,
+    Held,
+    Keep,
+    Leave,
+    Needed,
+    NoRoom,
+    Prefetch,
+    Pressure,
+    ReadFailed,
+    Saved,
+    Sole,
+    Used,
+    Watch,
+    Write,
+    WriteFailed,
+    Written,
+)
+
 
 class Residence(Enum):
     """Where a record's bytes are, and who pays for them.
@@ -32,183 +58,6 @@ class Residence(Enum):
     AWAY = auto()
     ARRIVING = auto()
 
-
-# ---- events ----
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Autograd saved a storage that was not a record yet."""
-
-    record: int
-    nbytes: int
-    key: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sole:
-    """Nobody but Lowtide holds the record's storage any more: giving it up frees memory."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """Autograd asks for the record now; it is pinned until `Used`."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """The record was handed to autograd."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """The plan wants these keys on their way back."""
-
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The plan wants these keys gone again, once nobody else holds them."""
-
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A write landed; `resident`: the bytes were kept in fast memory too."""
-
-    record: int
-    resident: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
-    """A write failed: the record stays where it is and is not tried again (R4)."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A read ended well."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
-    """A read failed: the record is still away."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The backend gave up a clean record's fast bytes."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The backend could not move the record: the program holds it again."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class NoRoom:
-    """A prefetch found no room; it is tried again at the next event."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """Autograd let go of the record."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pressure:
-    """An allocation lacks `need_bytes`."""
-
-    need_bytes: int
-
-
-Event = (
-    Saved
-    | Sole
-    | Needed
-    | Used
-    | Due
-    | Leave
-    | Written
-    | WriteFailed
-    | Arrived
-    | ReadFailed
-    | Dropped
-    | Held
-    | NoRoom
-    | Gone
-    | Pressure
-)
-
-
-# ---- commands ----
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Copy the record to the tier and give up its fast bytes once that landed."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """The record is leaving but wanted: keep its fast bytes when the write lands."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Give up a clean record's fast bytes now."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """Start to bring the record back if there is room right now."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bring the record back whatever it takes, and wait for it."""
-
-    record: int
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Report `Sole` when nobody else holds the record any more."""
-
-    record: int
-
-
-Command = Write | Keep | Drop | Prefetch | Fetch | Watch
 
 Victims = Callable[["Residency", int], Iterator[int]]
 
@@ -345,15 +194,6 @@ class Residency:
                 return self._bring_back(record, entry)
             case Used():
                 entry.pinned -= 1
-            case Written(_, resident):
-                entry.where = Residence.CLEAN if resident else Residence.AWAY
-            case WriteFailed():
-                entry.where = Residence.RESIDENT
-                entry.failed = True
-            case Arrived():
-                entry.where = Residence.CLEAN
-            case ReadFailed() | Dropped():
-                entry.where = Residence.AWAY
             case Held(record):
                 if entry.where is Residence.LEAVING:
                     entry.where = Residence.RESIDENT
@@ -366,7 +206,21 @@ class Residency:
                 del self._entries[record]
                 if self._by_key.get(entry.key) == record:
                     del self._by_key[entry.key]
+            case _:
+                self._on_outcome(event, entry)
         return []
+
+    def _on_outcome(self, event: Event, entry: _Entry) -> None:
+        match event:
+            case Written(_, resident):
+                entry.where = Residence.CLEAN if resident else Residence.AWAY
+            case WriteFailed():
+                entry.where = Residence.RESIDENT
+                entry.failed = True
+            case Arrived():
+                entry.where = Residence.CLEAN
+            case ReadFailed() | Dropped():
+                entry.where = Residence.AWAY
 
     def _bring_back(self, record: int, entry: _Entry) -> list[Command]:
         match entry.where:

@@ -17,9 +17,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import SpillFull
-from lowtide.execute import residency as r
+from lowtide.execute import events as e
 from lowtide.execute.backend import Backend
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
+from lowtide.execute.residency import Residency
 from lowtide.execute.steps import Matcher
 from lowtide.plan.policy import Policy
 
@@ -32,7 +33,7 @@ class Runtime:
     def __init__(self, backend: Backend, policy: Policy, *, least_bytes: int, strict: bool = False) -> None:
         self.backend = backend
         self.matcher = Matcher()
-        self.machine = r.Residency(policy.victims)
+        self.machine = Residency(policy.victims)
         self.unmanaged: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self._least_bytes = least_bytes
@@ -91,7 +92,7 @@ class Runtime:
                 key = self._key_of[packed.record] = self._next_key
                 self._next_key += 1
                 if packed.is_new:
-                    self.machine.on(r.Saved(packed.record, packed.nbytes, key))
+                    self.machine.on(e.Saved(packed.record, packed.nbytes, key))
             handle.key = self._key_of[packed.record]
             self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))
         return handle
@@ -121,7 +122,7 @@ class Runtime:
         finally:
             with self._lock:
                 self._settle()
-                self.machine.on(r.Used(record))
+                self.machine.on(e.Used(record))
         return tensor
 
     def _fetch(self, record: int) -> None:
@@ -129,15 +130,15 @@ class Runtime:
             self.backend.fetch(record)
         except BaseException:
             with self._lock:
-                self.machine.on(r.ReadFailed(record))  # it is not on its way: nobody may wait for it
+                self.machine.on(e.ReadFailed(record))  # it is not on its way: nobody may wait for it
             raise
 
     def _need(self, record: int) -> bool:
         """Tell the machine that a record is needed; return whether it has to be fetched."""
-        for command in self.machine.on(r.Needed(record)):
-            if isinstance(command, r.Fetch):
+        for command in self.machine.on(e.Needed(record)):
+            if isinstance(command, e.Fetch):
                 return True
-            if isinstance(command, r.Keep) and not self.backend.keep(command.record):
+            if isinstance(command, e.Keep) and not self.backend.keep(command.record):
                 return True
         return False
 
@@ -147,21 +148,21 @@ class Runtime:
         if changed:
             self._follow(True)
         if leave:
-            self._run(self.machine.on(r.Leave(leave)))
+            self._run(self.machine.on(e.Leave(leave)))
         self._run(self.machine.retry_deferred())
         if due:
-            self._run(self.machine.on(r.Due(due)))
+            self._run(self.machine.on(e.Due(due)))
 
     # ---- the backend's side ----
 
     def on_pressure(self, need_bytes: int) -> int:
-        """Make room: called where an allocation does not fit. Returns the bytes in flight, below zero after an error."""
+        """Make room where an allocation does not fit; return the bytes in flight, below zero after an error."""
         try:
             with self._lock:
                 self._settle()
                 held = True
                 while held:
-                    held = not self._run(self.machine.on(r.Pressure(need_bytes)))
+                    held = not self._run(self.machine.on(e.Pressure(need_bytes)))
                 self._settle()
                 return self.machine.moving_bytes()
         except BaseException as error:  # noqa: BLE001  # C++ cannot take it; it is raised where the step ends
@@ -181,34 +182,34 @@ class Runtime:
         if self._strict:
             self.machine.validate()
 
-    def _run(self, commands: list[r.Command]) -> bool:
+    def _run(self, commands: list[e.Command]) -> bool:
         """Carry out commands, none of which waits; return False if one could not be carried out."""
         done = True
         for command in commands:
             match command:
-                case r.Write(record):
+                case e.Write(record):
                     try:
                         written = self.backend.write(record, self.machine.nbytes(record))
                     except SpillFull:
                         done = False
-                        self.machine.on(r.WriteFailed(record))
+                        self.machine.on(e.WriteFailed(record))
                         continue
                     if not written:
                         done = False
-                        self._run(self.machine.on(r.Held(record)))
-                case r.Drop(record):
+                        self._run(self.machine.on(e.Held(record)))
+                case e.Drop(record):
                     if self.backend.drop(record):
-                        self.machine.on(r.Dropped(record))
+                        self.machine.on(e.Dropped(record))
                     else:
                         done = False
-                        self._run(self.machine.on(r.Held(record)))
-                case r.Keep(record):
+                        self._run(self.machine.on(e.Held(record)))
+                case e.Keep(record):
                     self.backend.keep(record)
-                case r.Prefetch(record):
+                case e.Prefetch(record):
                     if not self.backend.prefetch(record):
-                        self.machine.on(r.NoRoom(record))
-                case r.Watch(record):
+                        self.machine.on(e.NoRoom(record))
+                case e.Watch(record):
                     self.backend.watch(record)
-                case r.Fetch(record):
+                case e.Fetch(record):
                     raise AssertionError(f"record {record} is fetched only where autograd needs it")
         return done

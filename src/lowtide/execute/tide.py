@@ -243,8 +243,8 @@ class Tide:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
-        # After an exception its traceback holds the graph, which nobody will run backward: bringing all of it back would
-        # take the time, and the memory beyond the budget, for nothing.
+        # After an exception its traceback holds the graph, which nobody will run backward: bringing all of it back
+        # would take the time, and the memory beyond the budget, for nothing.
         self._close(bring_back=kind is None)
 
     def __del__(self) -> None:

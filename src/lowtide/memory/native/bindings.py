@@ -111,6 +111,7 @@ class Native:
         self.reset_peaks = quick("lt_reset_peaks", None)
         self._counters = quick("lt_counters", None, pointer)
         self._last_failure = quick("lt_last_failure", None, pointer, ctypes.c_char_p, i64)
+        self._take_interruption = quick("lt_take_interruption", ctypes.py_object)
         self.serial_of_storage = quick("lt_serial_of_storage", i64, pointer)
         self.is_ours = quick("lt_is_ours", integer, pointer)
 
@@ -188,6 +189,11 @@ class Native:
         return Refusal(
             requested_bytes=v[0], live_bytes=v[1], reserved_bytes=v[2], budget_bytes=v[3], op=op.value.decode()
         )
+
+    def take_interruption(self) -> BaseException | None:
+        """Return what a signal's handler raised while an allocation waited for room, once."""
+        taken: object = self._take_interruption()
+        return taken if isinstance(taken, BaseException) else None
 
     def mover_start(
         self,

@@ -7,7 +7,7 @@
 //
 // Note [Asking for room]: an allocation that does not fit calls `pressure` (Python: the residency machine) without any
 // lock of ours held. The callback gives up clean copies and starts write-outs; it answers a negative number when waiting
-// has no point any more (Ctrl-C, for one). Then the allocation waits, without the GIL, until anything is freed, and tries
+// has no point any more. Then the allocation waits, without the GIL, until anything is freed, and tries
 // again. It fails when no transfer is under way and none has ended since; that is counted here, because the movers
 // report a transfer to Python before its memory is free.
 #include "lowtide.h"
@@ -350,6 +350,27 @@ void note_failure(int64_t n) {
   ++counters.refused;
 }
 
+// What a signal's handler raised (Ctrl-C, as a rule) while an allocation waited. It cannot pass through C++, and ctypes
+// would swallow it inside the callback: it is kept for whoever turns the refusal into an error. Guarded by the GIL.
+PyObject* interruption = nullptr;
+
+bool interrupted() {
+  if (!Py_IsInitialized()) return false;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  bool raised = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
+  if (raised) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    Py_XDECREF(interruption);
+    interruption = value;
+  }
+  PyGILState_Release(gil);
+  return raised;
+}
+
 // See Note [Asking for room].
 void* block_after_making_room(int64_t n, bool large) {
   Pressure ask = pressure.load();
@@ -362,6 +383,7 @@ void* block_after_making_room(int64_t n, bool large) {
       std::lock_guard<std::mutex> guard(progress_mutex);
       epoch = progress_epoch;
     }
+    if (interrupted()) break;
     int64_t excess = counters.reserved.load() - pages().kept() + n - counters.budget.load();
     asking_for_room = true;
     int64_t answer = ask(std::max<int64_t>(excess, 1));
@@ -621,6 +643,13 @@ void lt_last_failure(int64_t* out, char* op, int64_t op_bytes) {
   out[2] = last_failure.reserved;
   out[3] = last_failure.budget;
   std::snprintf(op, op_bytes, "%s", last_failure.op.c_str());
+}
+
+// Take what a signal's handler raised while an allocation waited: the exception, or None.
+PyObject* lt_take_interruption() {
+  PyObject* taken = interruption ? interruption : Py_NewRef(Py_None);
+  interruption = nullptr;
+  return taken;
 }
 
 int64_t lt_serial_of_storage(const c10::StorageImpl* storage) {
