@@ -206,8 +206,9 @@ class _Builder:
         else:
             saved.released_op = self.next_op
             if entry.b:  # its bytes were away: this is when an unmanaged step would have freed them
-                self.blocks[saved.storage].last_op = self.next_op - 1
-                self.live -= entry.c
+                block = self.blocks[saved.storage]
+                block.last_op = self.next_op - 1
+                self.live -= block.nbytes  # as it was counted when it was allocated: in whole pages
 
     def finish(self, end_ns: int, kinds: Mapping[int, Kind], *, model: str, torch_version: str) -> Recorded:
         if self.ops:

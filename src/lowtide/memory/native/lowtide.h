@@ -83,7 +83,7 @@ enum class Event : int32_t {
   kPack = 9,        // a: record, b: serial, c: bytes
   kUnpack = 10,     // a: record
   kSole = 11,       // a: record; nobody but Lowtide holds its storage
-  kGone = 12,       // a: record, b: 1 if its bytes were away then, c: bytes
+  kGone = 12,       // a: record, b: 1 if no kFree will tell of its end (it is away or on its way), c: bytes
   kModule = 13,     // a: name
   kMarker = 14,     // a, b: the caller's
 };

@@ -54,6 +54,7 @@ struct Record {
   int packs = 0;
   bool wanted = false;    // asked for while leaving: stay resident when the write lands
   bool finished = false;  // all packs are gone; only a transfer in flight keeps it
+  bool logged_gone = false;  // the log has its end already: an unmanaged step would not have waited for a transfer
   int error = 0;
   uint64_t checksum = 0;
   bool has_checksum = false;
@@ -307,7 +308,7 @@ class Mover {
       if (last) released = std::move(last);
     }
     completion_count.store(static_cast<int>(completions.size()), std::memory_order_release);
-    bool evicted = record.state == kAway && !job->error && !record.finished;
+    bool evicted = record.finished ? record.logged_gone : record.state == kAway && !job->error;
     guard.unlock();
     changed.notify_all();
     set_evicting(evicted);
@@ -554,8 +555,11 @@ int lt_pack_close(int64_t pack, int64_t* out) {
   auto record = m.records.at(at->second.record);
   m.packs.erase(at);
   if (--record->packs > 0) return 0;
-  if (logging.load(std::memory_order_relaxed))
-    log_event(Event::kGone, record->id, record->state == kAway, record->bytes);
+  if (logging.load(std::memory_order_relaxed)) {
+    bool moving = record->state == kLeaving || record->state == kArriving;
+    record->logged_gone = moving && record->storage.use_count() == 1;
+    log_event(Event::kGone, record->id, record->state == kAway || record->logged_gone, record->bytes);
+  }
   if (record->state == kLeaving || record->state == kArriving) {
     record->finished = true;
     return 0;

@@ -1,0 +1,1 @@
+"""Traces: built from made-up logs, and recorded from real steps."""
