@@ -1,6 +1,6 @@
-"""Train a small convolutional network inside 60% of the activation memory it would take. Needs no data.
+"""Train a small convolutional network inside two thirds of the memory that it would take. Needs no data.
 
-python examples/quickstart.py [--budget 300MiB] [--spill DIR]
+python examples/quickstart.py [--budget 460MiB] [--spill DIR]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", default="300MiB")
+    parser.add_argument("--budget", default="460MiB")
     parser.add_argument("--spill", default=None)
     arguments = parser.parse_args()
 

@@ -90,7 +90,7 @@ enum class Event : int32_t {
 
 extern std::atomic<bool> logging;
 void log_event(Event kind, int64_t a, int64_t b = 0, int64_t c = 0);
-// The innermost operator that runs on this thread, or "" if operators are not observed.
+// The outermost operator that runs on this thread, as its caller names it, or "" if operators are not observed.
 const char* current_op();
 
 }  // namespace lowtide
