@@ -26,7 +26,7 @@ class BudgetTooSmall(LowtideError, MemoryError):
         self.detail = detail
         text = (
             f"budget {format_bytes(budget_bytes)} cannot run '{op}', "
-            f"which needs at least {format_bytes(needed_bytes)} at once: "
+            f"which needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
             "raise the budget or shrink the batch"
         )
         super().__init__(f"{text} ({detail})" if detail else text)

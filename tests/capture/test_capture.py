@@ -50,9 +50,7 @@ def trace() -> Trace:
 
 
 def recorded(training: Training, *, budget: int, spill: Path, policy: str = "auto") -> tuple[Trace, dict[str, Any]]:
-    with lowtide.fit(
-        training.model, training.optimizer, budget=budget, spill=spill, policy=policy
-    ) as tide:
+    with lowtide.fit(training.model, training.optimizer, budget=budget, spill=spill, policy=policy) as tide:
         training.steps(2, tide.step)
         return tide.trace(), dict(tide.stats())
 
@@ -80,9 +78,7 @@ def test_every_kind_of_storage_is_known_for_what_it_is(trace: Trace) -> None:
     assert sorted(by_kind[Kind.GRAD])[: len(parameters)] == parameters
     # AdamW keeps two moments of each parameter, and a step count of four bytes.
     assert sorted(by_kind[Kind.OPTIMIZER]) == sorted([*parameters, *parameters, *[4] * len(parameters)])
-    assert sorted(by_kind[Kind.BUFFER]) == sorted(
-        tensor.nbytes for tensor in training.model.buffers()
-    )
+    assert sorted(by_kind[Kind.BUFFER]) == sorted(tensor.nbytes for tensor in training.model.buffers())
     # Each of the four blocks saves what the convolution, BatchNorm (before ReLU, in place) and the next one read.
     assert by_kind[Kind.ACTIVATION].count(8 * 16 * 32 * 32 * 4) == 8
 
@@ -97,7 +93,7 @@ def test_every_save_is_used_in_backward_and_can_leave_before(trace: Trace) -> No
         assert save.released_op >= save.uses[-1]
     free = [save for save in trace.saves if save.free_op is not None]
     assert len(free) >= 8
-    assert len(trace.gaps()) >= 8
+    assert len(trace.gaps()) >= 7  # all but the last, which backward needs at once
     assert {gap.storage for gap in trace.gaps()} <= {save.storage for save in free}
     assert all(gap.before_op in save.uses for gap in trace.gaps() for save in free if save.storage == gap.storage)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-HANG_S = 100
+HANG_S = 120
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -21,8 +22,10 @@ def one_compute_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
+def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the process with every thread's stack if a test hangs: a deadlock must not look like a slow machine."""
-    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    # The terminal's own stderr: what the tests write to is captured, and would go with the process.
+    stderr = request.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(HANG_S, exit=True, file=stderr)
     yield
     faulthandler.cancel_dump_traceback_later()

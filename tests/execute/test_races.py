@@ -164,7 +164,8 @@ def _work(seed: int) -> tuple[nn.Module, Callable[[], str]]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_threads_with_models_of_their_own_may_share_a_tide_through_its_hooks(seed: int, tmp_path: Path) -> None:
-    # autograd's hooks belong to a thread: each one enters `tide.hooks()` for itself, inside a step that one of them opens.
+    # autograd's hooks belong to a thread: each one enters `tide.hooks()` for itself, inside a step that one of them
+    # opens.
     works = [_work(number) for number in range(2)]
     expected = [run() for _, run in works]
     for model, _ in works:
@@ -264,7 +265,10 @@ def test_a_saved_tensor_changed_after_it_was_handed_out_is_noticed_as_without_lo
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         twice()
-    with lowtide.fit(budget=1 << 30, spill=tmp_path) as tide, pytest.raises(RuntimeError, match="modified by an inplace"):
+    with (
+        lowtide.fit(budget=1 << 30, spill=tmp_path) as tide,
+        pytest.raises(RuntimeError, match="modified by an inplace"),
+    ):
         with tide.step():
             twice()
 

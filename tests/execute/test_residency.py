@@ -36,7 +36,6 @@ from lowtide.execute.events import (
     Written,
 )
 from lowtide.execute.residency import Residence, Residency
-from lowtide.execute.residency import Residence, Residency
 
 
 def everything(view: Residency, need_bytes: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ def digest(tensor: Tensor | None) -> str:
 class Training:
     """A model, its optimizer and its batches; two of the same seed do the same, bit by bit."""
 
+    latest: weakref.ref[Training] | None = None
+
     def __init__(
         self,
         make: Callable[[], nn.Module] = models.mlp,
@@ -50,6 +53,14 @@ class Training:
         self.done = 0
         self.losses: list[float] = []
         self.gradients: list[str] = []
+        Training.latest = weakref.ref(self)
+
+    def held_bytes(self) -> int:
+        """Return the bytes of parameters, buffers, gradients and optimizer state."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -104,17 +115,22 @@ class Need:
 
     def share(self, share: float) -> int:
         """Return the budget that leaves this share of what activations add."""
-        return self.static_bytes + int(share * (self.peak_bytes - self.static_bytes)) + other_bytes() - self.base_bytes
+        return self.static_bytes + int(share * (self.peak_bytes - self.static_bytes)) + self._more_bytes()
 
     def floor(self, factor: float = 1.0) -> int:
         """Return this factor times the smallest budget that any plan can meet."""
-        return int(factor * self.floor_bytes) + other_bytes() - self.base_bytes
+        return int(factor * self.floor_bytes) + self._more_bytes()
+
+    def _more_bytes(self) -> int:
+        """Return what the process holds more than when this was measured; not the training to be run itself."""
+        held = other_bytes()
+        latest = Training.latest() if Training.latest is not None else None
+        return held - self.base_bytes - (latest.held_bytes() if latest is not None else 0)
 
 
 def other_bytes() -> int:
     """Return the bytes of all tensors that the process holds now: every budget covers them."""
-    gc.collect()
-    with lowtide.fit(budget=NO_PRESSURE_BYTES, spill="null:") as tide:
+    with lowtide.fit(budget=NO_PRESSURE_BYTES, policy="keep_all") as tide:
         stats: dict[str, Any] = tide.stats()
         return int(stats["static_bytes"])
 

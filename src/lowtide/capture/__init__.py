@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.core.trace import Trace
 from lowtide.errors import BadArgument
@@ -12,7 +12,13 @@ from lowtide.errors import BadArgument
 if TYPE_CHECKING:
     import torch
 
-_NO_BUDGET_BYTES = 1 << 60
+_UNMANAGED: dict[str, Any] = {
+    "budget": 1 << 60,
+    "spill": "null:",
+    "policy": "keep_all",
+    "verify": False,
+    "moves_nothing": True,
+}
 
 
 def capture_step(
@@ -27,9 +33,11 @@ def capture_step(
     The second call is the one to plan from: only then do gradients and optimizer state exist as they will from there
     on.
     """
-    from lowtide.execute.tide import fit
+    from lowtide.execute.tide import Tide
 
-    with fit(model, optimizer, budget=_NO_BUDGET_BYTES, spill="null:", policy="keep_all") as tide:
+    models = [] if model is None else [model]
+    optimizers = [] if optimizer is None else [optimizer]
+    with Tide(models, optimizers, **_UNMANAGED) as tide:
         for _ in range(steps):
             with tide.step():
                 step()
@@ -52,7 +60,7 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
         if left <= 0:
             raise Enough
 
-    with Tide([], [], budget=_NO_BUDGET_BYTES, spill="null:", policy="keep_all", verify=False) as tide:
+    with Tide([], [], **_UNMANAGED) as tide:
         try:
             with stepping(tide, count):
                 run_as_main(path, argv)

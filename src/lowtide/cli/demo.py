@@ -105,13 +105,13 @@ def command(*, budget: str, steps: int, spill: str | None) -> int:
         out.print(f"plain PyTorch failed: {plain.last_words}")
         return 1
     refused = _watched(
-        f"2/3 plain PyTorch, {format_bytes(limit_bytes)} at most",
+        f"2/3 plain PyTorch, {format_bytes(limit_bytes)} of data at most",
         [str(_SCRIPT), *arguments],
         steps=steps,
         limit_bytes=limit_bytes,
     )
     out.print(
-        f"    failed, as expected: {refused.last_words}"
+        f"    failed, as expected: {_one_line(refused.last_words, width=out.width - 26)}"
         if refused.exit_code
         else "    finished: the budget is generous, or this kernel does not enforce RLIMIT_DATA"
     )
@@ -119,7 +119,7 @@ def command(*, budget: str, steps: int, spill: str | None) -> int:
         stats_path = Path(scratch) / "stats.json"
         where = ["--spill", spill] if spill else []
         managed = _watched(
-            f"3/3 lowtide run --budget {budget}, {format_bytes(limit_bytes)} at most",
+            f"3/3 lowtide run --budget {budget}, {format_bytes(limit_bytes)} of data at most",
             [*_LOWTIDE_RUN, "--budget", str(budget_bytes), *where, "--json", str(stats_path), str(_SCRIPT), *arguments],
             steps=steps,
             limit_bytes=limit_bytes,
@@ -179,6 +179,11 @@ def run_limited(
     )
 
 
+def _one_line(text: str, *, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
 def _watched(title: str, arguments: Sequence[str], *, steps: int, limit_bytes: int | None = None) -> Outcome:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -206,7 +211,7 @@ def _compare(plain: Outcome, refused: Outcome, managed: Outcome, *, stats: dict[
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("finished", "yes", "no" if refused.exit_code else "yes", "yes")
     table.add_row("peak of the process", *(format_bytes(run.peak_bytes) for run in (plain, refused, managed)))
-    table.add_row("peak of tensors", "", "", format_bytes(stats["peak_bytes"]))
+    table.add_row("peak of tensors", "-", "-", format_bytes(stats["peak_bytes"]))
     table.add_row(
         "time a step",
         format_seconds(plain.step_s),

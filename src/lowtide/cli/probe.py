@@ -9,6 +9,7 @@ import click
 from lowtide.cli.checks import check_spill
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_rate, format_seconds
+from lowtide.errors import BadArgument
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,7 +40,11 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
         machine = calibrate.measure_machine(medium, compute=compute)
     finally:
         medium.close()
-    path = calibrate.save_machine(machine, directories=directories, compute=compute)
+    try:
+        path = calibrate.save_machine(machine, directories=directories, compute=compute)
+    except OSError as error:
+        where = calibrate.machine_path().parent
+        raise BadArgument(f"cannot keep the result in {where}: {error.strerror}; set LOWTIDE_CACHE") from error
     if as_json:
         echo_json(
             {

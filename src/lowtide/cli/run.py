@@ -20,7 +20,9 @@ from lowtide.memory.budget import BudgetLike, parse_budget
 @click.option("--budget", required=True, metavar="B", help="Tensor memory: 2GiB, auto, or cpu=2GiB,disk=40GiB.")
 @click.option("--spill", multiple=True, metavar="DIR", help="Where to spill; repeat it to stripe over several disks.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
-@click.option("--verify", is_flag=True, help="Re-run steps unmanaged and compare bit by bit (slow).")
+@click.option(
+    "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
+)
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics to FILE."
 )
@@ -59,7 +61,14 @@ def command(
         where = ", ".join(spill) or "the default directory"
         size = "auto, now " if "auto" in budget else ""
         _say(f"budget {size}{format_bytes(checked.fast_bytes)}, spill to {where}, policy {policy}{', verify' * verify}")
-    stats = _run(script, list(args), budget=wanted, spill=list(spill) or None, policy=policy, verify=verify)
+    stats = _run(
+        script,
+        list(args),
+        budget=wanted,
+        spill=spill[0] if len(spill) == 1 else list(spill) or None,
+        policy=policy,
+        verify=verify,
+    )
     if isinstance(stats, int):
         return stats
     if json_path is not None:
@@ -73,7 +82,7 @@ def command(
 
 
 def _run(
-    script: Path, args: list[str], *, budget: BudgetLike, spill: list[str] | None, policy: str, verify: bool
+    script: Path, args: list[str], *, budget: BudgetLike, spill: str | list[str] | None, policy: str, verify: bool
 ) -> dict[str, Any] | int:
     """Return the statistics of the script's run, or the exit code of one that failed."""
     from lowtide.execute.script import run_script

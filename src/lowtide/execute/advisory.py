@@ -34,7 +34,7 @@ from lowtide.core.log import Event as Logged
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import Log, Packed, Usage
-from lowtide.execute.events import Arrived, Event, Gone, ReadFailed, Sole, WriteFailed, Written
+from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.execute.residency import Residence
 from lowtide.execute.segments import SegmentLog
 from lowtide.tiers.extents import Extent
@@ -78,6 +78,7 @@ class _Record:
         self.extent: Extent | None = None
         self.error: OSError | None = None
         self.wanted = False  # asked for while leaving: stays when the write lands
+        self.handed_out = False  # since it was last written
         self.ends = ends
         self.log = log
 
@@ -257,7 +258,9 @@ class AdvisoryBackend:
     # ---- saved tensors ----
 
     def storage_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        # What cannot be resized was not allocated by torch: numpy, a file or another process may change it.
+        return storage.nbytes() if storage.resizable() else -1
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         self._warn()
@@ -302,12 +305,25 @@ class AdvisoryBackend:
         with self._lock:
             if held.record.storage is None or held.record.state is Residence.ARRIVING:
                 return None
+            self._hand_out(held.record)
             view = torch.empty(0, dtype=dtype, device="cpu")
             view.set_(held.record.storage, held.offset, held.size, held.stride)
         # It shares the saved tensor's version: a change made through it shows at the next unpack, as in stock (R5).
         made = held.probe.detach()
         made.data = view
         return made
+
+    def _hand_out(self, record: _Record) -> None:
+        """Count a record as never written: whoever gets it may change it without autograd noticing (`x.data`)."""
+        record.handed_out = True
+        if record.state is Residence.CLEAN:
+            self._forget_copy(record)
+
+    def _forget_copy(self, record: _Record) -> None:
+        record.state = Residence.RESIDENT
+        if record.extent is not None:
+            self._store.free(record.extent)
+            record.extent = None
 
     def close_pack(self, pack: int) -> None:
         self._packs.pop(pack, None)  # see Note [Ends]
@@ -355,7 +371,7 @@ class AdvisoryBackend:
             except SpillFull as full:
                 self._write_error = str(full)
                 raise
-            found.state, found.wanted = Residence.LEAVING, False
+            found.state, found.wanted, found.handed_out = Residence.LEAVING, False, False
             self._moves[record] = _Move(found, transfer, is_write=True)
             return True
 
@@ -449,6 +465,9 @@ class AdvisoryBackend:
             if self._is_open:  # otherwise it was called off
                 self._write_error = str(error)
             return WriteFailed(record.number)
+        if record.handed_out:
+            self._forget_copy(record)
+            return Held(record.number)
         if record.wanted or not record.is_alone():
             record.state = Residence.CLEAN
             return Written(record.number, resident=True)
@@ -482,8 +501,11 @@ class AdvisoryBackend:
         if log:
             self._log.start()
 
-    def take_log(self) -> Log:
+    def take_log(self) -> Log | None:
         return self._log.take()
+
+    def drop_log(self) -> None:
+        self._log.take()
 
     def mark_unpack(self, pack: int) -> None:
         self._log.add(Logged.UNPACK, self._packs[pack].record.number)

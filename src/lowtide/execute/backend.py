@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def storage_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the storage behind a tensor, of which it may be a small part."""
+        """Return the bytes of the storage behind a tensor; -1 if others can reach that memory: it cannot move."""
         ...
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -122,8 +122,12 @@ class Backend(Protocol):
         """Watch which operator runs, and log the step in full."""
         ...
 
-    def take_log(self) -> Log:
-        """Stop the log and return it."""
+    def take_log(self) -> Log | None:
+        """Stop the log and return it (None: the step was too long to log)."""
+        ...
+
+    def drop_log(self) -> None:
+        """Stop the log and forget it."""
         ...
 
     def mark_unpack(self, pack: int) -> None:

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import Log, Packed, Usage
-from lowtide.execute.events import Arrived, Event, Gone, ReadFailed, Sole, WriteFailed, Written
+from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.tiers.extents import Extent, Extents
@@ -44,6 +45,7 @@ class CpuBackend:
         self._closed = False
         self._pid = os.getpid()
         self._opened = False
+        self._stall_before_s = 0.0
         fds = getattr(medium, "fds", None)
         started = self._native.mover_start(
             fds=fds or (),
@@ -63,30 +65,33 @@ class CpuBackend:
         self._opened = True
         self._find_foreign()
         self._native.reset_peaks()
+        self._stall_before_s = self._native.counters().stall_s
         static_bytes = self._native.counters().live_bytes
         if static_bytes > budget_bytes:
             raise BudgetTooSmall(
                 budget_bytes=budget_bytes,
                 needed_bytes=static_bytes,
-                op="the tensors that exist before the first step",
+                op="the first step",
+                detail="the tensors that exist already take that much",
             )
         self._native.set_budget(budget_bytes)
         self._native.set_pressure(on_pressure)
 
     def _find_foreign(self) -> None:
         """Find the tensors that PyTorch's own allocator made before, as a rule parameters: the budget covers them."""
+        gc.collect()  # what waits to be collected need not count
         seen: dict[int, tuple[StorageWeakRef, int]] = {}
         for thing in gc.get_objects():
             if not issubclass(type(thing), torch.Tensor):
                 continue
-            try:
-                if thing.device.type != "cpu" or thing.layout is not torch.strided:
-                    continue
-                storage = thing.untyped_storage()
-                if storage.data_ptr() and not self._native.is_ours(storage._cdata):
-                    seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]  # torch's
-            except (RuntimeError, NotImplementedError):
-                continue  # a tensor without memory of its own: fake, meta, a wrapper
+            with suppress(RuntimeError, NotImplementedError, AttributeError, ValueError):  # fake, meta, lazy, a wrapper
+                # A gradient has no Python object until somebody looks at it, so its parameter leads to it.
+                for tensor in (thing, thing.grad if thing.is_leaf else None):
+                    if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                        continue
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() and not self._native.is_ours(storage._cdata):
+                        seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]  # torch's
         self._foreign = list(seen.values())
         self.refresh_static()
 
@@ -102,7 +107,7 @@ class CpuBackend:
             peak_bytes=memory.peak_live_bytes,
             reserved_bytes=memory.reserved_bytes,
             peak_reserved_bytes=memory.peak_reserved_bytes,
-            stall_s=memory.stall_s,
+            stall_s=memory.stall_s - self._stall_before_s,
             written_bytes=traffic.written_bytes,
             read_bytes=traffic.read_bytes,
             fresh_bytes=memory.fresh_bytes,
@@ -138,7 +143,8 @@ class CpuBackend:
         return self._native.pack_version(pack)
 
     def tensor(self, pack: int, dtype: torch.dtype) -> torch.Tensor | None:
-        made = torch.empty(0, dtype=dtype)
+        with torch.inference_mode(False):  # an inference tensor could not carry the saved one's version
+            made = torch.empty(0, dtype=dtype, device="cpu")
         return made if self._native.pack_attach(pack, made._cdata) == 0 else None
 
     def close_pack(self, pack: int) -> None:
@@ -167,8 +173,11 @@ class CpuBackend:
                     self._note_write_error(done.record, done.error)
                     events.append(WriteFailed(done.record))
                 else:
-                    away = self._native.record_state(done.record) in (State.AWAY, State.ARRIVING)
-                    events.append(Written(done.record, resident=not away))
+                    state = self._native.record_state(done.record)
+                    if state == State.RESIDENT:  # handed out meanwhile: as if it had never been written
+                        events.append(Held(done.record))
+                    else:
+                        events.append(Written(done.record, resident=state not in (State.AWAY, State.ARRIVING)))
         return events
 
     def _forget(self, record: int) -> Gone:
@@ -204,8 +213,11 @@ class CpuBackend:
         return self._native.record_prefetch(record)
 
     def fetch(self, record: int) -> None:
-        if self._native.record_fetch(record) == -2:
+        result = self._native.record_fetch(record)
+        if result == -2:
             raise self.too_small()
+        if result == -1:
+            raise self._read_error(record, self._native.record_error(record) or LOST)
 
     def wait(self, record: int) -> None:
         state = self._native.record_wait(record, _WAIT_MS)
@@ -244,8 +256,8 @@ class CpuBackend:
 
     def _call_medium(self, write: int, offset: int, address: int, nbytes: int) -> int:
         """Move bytes through a medium that is written in Python; called on a mover's thread. Returns an errno."""
-        view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
         try:
+            view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             if write:
                 self._medium.write_at(offset, view)
             else:
@@ -254,7 +266,7 @@ class CpuBackend:
             return CORRUPTED
         except OSError as error:
             return error.errno or errno.EIO
-        except Exception as error:  # noqa: BLE001  # a mover has nobody to raise to: the transfer fails instead
+        except BaseException as error:  # noqa: BLE001  # a mover has nobody to raise to: the transfer fails instead
             self._last_write_error = f"{type(error).__name__}: {error}"
             return errno.EIO
         return 0
@@ -266,8 +278,12 @@ class CpuBackend:
         if log:
             self._native.log_start()
 
-    def take_log(self) -> Log:
-        return Log(entries=list(self._native.log_stop()), names=self._native.names())
+    def take_log(self) -> Log | None:
+        entries = self._native.log_stop()
+        return None if entries is None else Log(entries=entries, names=self._native.names())
+
+    def drop_log(self) -> None:
+        self._native.log_drop()
 
     def mark_unpack(self, pack: int) -> None:
         self._native.mark_unpack(pack)

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 class KeptTensor:
     """A saved tensor that stays where it is: small, a parameter, or of a kind that is not managed.
 
-    The tensor is detached: an output that held its own graph through us would never be freed.
+    An output is detached: if it held its own graph through us, neither would ever be freed. A leaf is kept as it is,
+    so that a program which gives it other data meanwhile (`p.data = ...`) sees that in backward, as stock does.
     """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version
 
     def get(self) -> torch.Tensor:
@@ -80,6 +81,8 @@ def unmanaged_reason(tensor: torch.Tensor) -> str | None:
         return f"{tensor.layout} tensor"
     if tensor.device.type != "cpu":
         return f"tensor on {tensor.device.type}"
+    if tensor.is_nested:
+        return "nested tensor"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return "quantized tensor" if tensor.is_quantized else "conjugate or negative view"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):

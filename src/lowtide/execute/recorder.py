@@ -66,11 +66,13 @@ class Recorder:
         self._name_modules()
         self.recording = True
 
-    def stop(self) -> Recorded:
-        """Stop and return the step as a trace."""
+    def stop(self) -> Recorded | None:
+        """Stop and return the step as a trace (None: it was too long to record)."""
         end_ns = time.perf_counter_ns()
         log = self._backend.take_log()
-        self.cancel()
+        self._unhook()
+        if log is None:
+            return None
         return build_trace(
             log.entries,
             log.names,
@@ -83,7 +85,12 @@ class Recorder:
         )
 
     def cancel(self) -> None:
-        """Stop naming modules; the log is taken or given up."""
+        """Stop, and forget what was recorded."""
+        if self.recording:
+            self._backend.drop_log()
+        self._unhook()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -194,6 +194,9 @@ class Residency:
                 return self._bring_back(record, entry)
             case Used():
                 entry.pinned -= 1
+                if entry.where in (Residence.CLEAN, Residence.ARRIVING):
+                    # Whoever has it now may change it without autograd noticing: the tier's copy is worth nothing.
+                    entry.where = Residence.RESIDENT
             case Held(record):
                 if entry.where is Residence.LEAVING:
                     entry.where = Residence.RESIDENT

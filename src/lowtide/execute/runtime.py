@@ -74,7 +74,12 @@ class Runtime:
         if reason is not None:
             self.unmanaged[reason] += 1
             return KeptTensor(tensor)
-        if is_parameter(tensor) or self.backend.storage_bytes(tensor) < self._least_bytes:
+        if is_parameter(tensor):
+            return KeptTensor(tensor)
+        nbytes = self.backend.storage_bytes(tensor)
+        if nbytes < 0:
+            self.unmanaged["memory of another allocator"] += 1
+        if nbytes < self._least_bytes:
             return KeptTensor(tensor)
         packed = self.backend.pack(tensor)
         # Made at once: it gives the pack back whatever happens from here on.
@@ -160,6 +165,7 @@ class Runtime:
         try:
             with self._lock:
                 self._settle()
+                self.backend.refresh_static()  # what others freed meanwhile is room too
                 held = True
                 while held:
                     held = not self._run(self.machine.on(e.Pressure(need_bytes)))

@@ -51,12 +51,18 @@ class Tide:
         policy: str | Policy,
         verify: bool,
         strict: bool = False,
+        moves_nothing: bool = False,
     ) -> None:
         self._policy = registry.policy(policy)
         budgets = parse_budget(budget, held_bytes=_held_bytes(models, optimizers))
         self._budget_bytes = budgets.fast_bytes
         medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
         try:
+            if medium.lossy and not moves_nothing:
+                raise BadArgument(
+                    f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
+                    "pass a directory as spill"
+                )
             self._machine: Machine = machine_for(medium)
             self._backend = _open_backend(medium, verify=verify)
         except BaseException:
@@ -98,8 +104,8 @@ class Tide:
             raise BadArgument("this tide is closed: open a new one with lowtide.fit(...)")
         if self._inside:
             raise BadArgument("tide.step() is already active: steps cannot be nested")
-        self.begin_step()
         try:
+            self.begin_step()
             with self.turning_refusals_into_errors(), self.hooks():
                 yield
         except BaseException:
@@ -147,15 +153,14 @@ class Tide:
         self._step_s.append(time.perf_counter() - self._started)
         self._step_stall_s = self._backend.usage().stall_s - self._stall_before
         if self._runtime.failure is not None:
+            self._recorder.cancel()
             raise self._runtime.take_failure()
         self._learn()
 
     def abandon_step(self) -> None:
         """End a step that raised: nothing is learnt from it."""
         self._inside = False
-        if self._recorder.recording:
-            self._backend.take_log()
-            self._recorder.cancel()
+        self._recorder.cancel()
 
     def _learn(self) -> None:
         matcher = self._runtime.matcher
@@ -163,9 +168,8 @@ class Tide:
         signature = tuple(matcher.signature)
         self._alert = max(0, self._alert - 1)
         if not signature:  # an evaluation pass: nothing was saved
-            if self._recorder.recording:
-                self._backend.take_log()
-                self._recorder.cancel()
+            self._recorder.cancel()
+            if not self._recorded:
                 self._alert = max(1, self._alert)
             return
         times_recorded = self._recorded.get(signature, 0)
@@ -173,7 +177,7 @@ class Tide:
             recorded = self._recorder.stop()
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
-            if times_recorded < _RECORDINGS and (repeats or followed is not None):
+            if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
                 self._trace = recorded.trace
                 self._plan = self._policy.plan(
                     Problem(trace=recorded.trace, machine=self._machine, budget_bytes=self._budget_bytes, tier="spill")
@@ -302,7 +306,12 @@ def _held_bytes(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.op
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     for optimizer in optimizers:
         tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or lazy and not there yet
+            storage = tensor.untyped_storage()
+            if storage.device.type == "cpu":
+                sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 

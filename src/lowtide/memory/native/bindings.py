@@ -207,9 +207,11 @@ class Native:
     ) -> bool:
         """Start the movers on files or on `medium(write, offset, address, nbytes) -> errno`; False if they run."""
         callback = MediumCallback(medium) if medium is not None else MediumCallback(0)
-        self._medium_callback = callback
         array = (ctypes.c_int * max(len(fds), 1))(*fds)
-        return self._mover_start(array, len(fds), stripe_bytes, direct, verify, threads, callback) == 0
+        started = self._mover_start(array, len(fds), stripe_bytes, direct, verify, threads, callback) == 0
+        if started:
+            self._medium_callback = callback  # ctypes would free it while the movers still call it
+        return started
 
     def mover_counters(self) -> MoverCounters:
         """Return the movers' numbers now."""
@@ -222,6 +224,8 @@ class Native:
         """Note a saved tensor; return (pack, record, record is new, its storage's bytes, version)."""
         out = (ctypes.c_int64 * 4)()  # of its own: another thread may pack before this one has read the answer
         pack = self._pack(tensor_address, out)
+        if pack < 0:
+            raise RuntimeError("lowtide: a saved tensor has no sizes and strides to note: please report its kind")
         return pack, out[0], bool(out[1]), out[2], out[3]
 
     def pack_close(self, pack: int) -> tuple[int, int] | None:
@@ -251,9 +255,17 @@ class Native:
             for i in range(0, 4 * count, 4):
                 yield Completion(*values[i : i + 4])
 
-    def log_stop(self) -> list[LogEntry]:
-        """Stop the log and return its entries in order."""
+    def log_drop(self) -> None:
+        """Stop the log and forget it."""
+        self._log_stop()
+        self._log_clear()
+
+    def log_stop(self) -> list[LogEntry] | None:
+        """Stop the log and return its entries in order (None: there were too many to keep)."""
         count = self._log_stop()
+        if count < 0:
+            self._log_clear()
+            return None
         buffer = ctypes.create_string_buffer(max(count, 1) * 40)
         self._log_copy(buffer)
         self._log_clear()

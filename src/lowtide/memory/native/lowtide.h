@@ -34,8 +34,11 @@ enum class Patience {
 
 // A block of `nbytes` under the budget, or nullptr. Never throws.
 void* take_block(int64_t nbytes, Patience patience);
-void give_block(void* block);
+// Returns the bytes that are free again.
+int64_t give_block(void* block);
 c10::Allocator* budget_allocator();
+// Whether this allocator made the storage's memory: then nobody can reach it but through the storage.
+bool is_ours(const c10::StorageImpl* storage);
 // The serial number of the block behind `storage`; the negated address of memory that is not ours.
 int64_t serial_of(const c10::StorageImpl* storage);
 // Bytes may have become free: wake allocations that wait.

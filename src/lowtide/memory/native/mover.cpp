@@ -52,6 +52,7 @@ struct Record {
   State state = kResident;
   int64_t offset = -1;  // of its extent in the tier; -1: none
   int packs = 0;
+  bool handed_out = false;  // since it was last written or read; see Note [Handed out]
   bool wanted = false;    // asked for while leaving: stay resident when the write lands
   bool finished = false;  // all packs are gone; only a transfer in flight keeps it
   bool logged_gone = false;  // the log has its end already: an unmanaged step would not have waited for a transfer
@@ -229,6 +230,14 @@ class Mover {
     for (int fd : medium.fds) dup3(nothing, fd, O_CLOEXEC);
     if (nothing >= 0) close(nothing);
     medium.fds.clear();
+    reads_.clear();
+    writes_.clear();
+    transferring_ = 0;
+    for (auto& [id, record] : records) {
+      if (record->state == kLeaving) record->state = kResident;
+      if (record->state == kArriving) record->state = kAway;
+      if (record->state == kAway) record->error = kLost;
+    }
   }
 
  private:
@@ -284,7 +293,9 @@ class Mover {
         record.state = kResident;  // R4: a failed write keeps the value in memory
       } else {
         written_bytes += record.bytes;
-        if (record.wanted || record.storage.use_count() != 1)
+        if (record.handed_out)
+          record.state = kResident;
+        else if (record.wanted || record.storage.use_count() != 1)
           record.state = kClean;
         else
           released = send_away(record);
@@ -481,14 +492,26 @@ void lt_mover_counters(int64_t* out) {
   out[4] = static_cast<int64_t>(m.records.size());
 }
 
+// The bytes of the storage behind a tensor; -1 if its memory is not ours: numpy's, a file's, another process's. Such memory
+// can change behind the storage's back, so it never moves (R1), and moving it would free nothing.
 int64_t lt_storage_bytes(c10::TensorImpl* tensor) {
-  return tensor->has_storage() ? static_cast<int64_t>(tensor->storage().nbytes()) : 0;
+  if (!tensor->has_storage()) return -1;
+  const c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  if (!storage) return -1;
+  if (storage->nbytes() == 0) return 0;
+  return is_ours(storage) ? static_cast<int64_t>(storage->nbytes()) : -1;
 }
 
 // Note a saved tensor. out: record, 1 if the record is new, storage bytes, version now. Returns the pack.
-int64_t lt_pack(c10::TensorImpl* tensor, int64_t* out) {
+int64_t lt_pack(c10::TensorImpl* tensor, int64_t* out) try {
   Mover& m = mover();
   const c10::Storage& storage = tensor->storage();
+  Pack p;  // made first: a tensor without sizes throws before anything is noted
+  p.sizes = tensor->sizes().vec();
+  p.strides = tensor->strides().vec();
+  p.storage_offset = tensor->storage_offset();
+  p.version = tensor->version_counter();
+  p.saved_version = p.version.enabled() ? p.version.current_version() : 0;
   std::lock_guard<std::mutex> guard(m.mutex);
   auto known = m.by_storage.find(storage.unsafeGetStorageImpl());
   bool is_new = known == m.by_storage.end();
@@ -506,42 +529,47 @@ int64_t lt_pack(c10::TensorImpl* tensor, int64_t* out) {
   ++record->packs;
   record->finished = false;  // saved again while its last transfer was still under way
   int64_t pack = m.next_pack++;
-  Pack& p = m.packs[pack];
   p.record = id;
-  p.sizes = tensor->sizes().vec();
-  p.strides = tensor->strides().vec();
-  p.storage_offset = tensor->storage_offset();
-  p.version = tensor->version_counter();
-  p.saved_version = p.version.enabled() ? p.version.current_version() : 0;
   out[0] = id;
   out[1] = is_new;
   out[2] = record->bytes;
   out[3] = p.saved_version;
   if (logging.load(std::memory_order_relaxed))
     log_event(Event::kPack, id, serial_of(storage.unsafeGetStorageImpl()), record->bytes);
+  m.packs.emplace(pack, std::move(p));
   return pack;
+} catch (...) {
+  return -1;  // C++ exceptions end here: ctypes cannot pass them on
 }
 
 // The version of the saved tensor now: another one than at the pack means that it was changed in place since.
-int64_t lt_pack_version(int64_t pack) {
+int64_t lt_pack_version(int64_t pack) try {
   Mover& m = mover();
   std::lock_guard<std::mutex> guard(m.mutex);
   const Pack& p = m.packs.at(pack);
   return p.version.enabled() ? p.version.current_version() : 0;
+} catch (...) {
+  return -1;  // C++ exceptions end here: ctypes cannot pass them on
 }
 
 // Make `tensor` (empty, of the right dtype) the saved tensor of a resident record. Returns 0, or -1 if it is not resident.
-int lt_pack_attach(int64_t pack, c10::TensorImpl* tensor) {
+int lt_pack_attach(int64_t pack, c10::TensorImpl* tensor) try {
   Mover& m = mover();
   std::lock_guard<std::mutex> guard(m.mutex);
   const Pack& p = m.packs.at(pack);
-  const Record& record = *m.records.at(p.record);
+  Record& record = *m.records.at(p.record);
   if (record.state == kAway || record.state == kArriving) return -1;
+  // Note [Handed out]: whoever gets the tensor may change it without autograd noticing (`x.data`), so the tier's copy is
+  // worth nothing from here on: the record counts as never written.
+  if (record.state == kClean) record.state = kResident;
+  record.handed_out = true;
   // A change of what is handed out is a change of what was saved, as it is without hooks.
   if (p.version.enabled()) tensor->set_version_counter(p.version);
   tensor->set_storage_keep_dtype(record.storage);
   tensor->set_sizes_and_strides(p.sizes, p.strides, p.storage_offset);
   return 0;
+} catch (...) {
+  return -2;  // C++ exceptions end here: ctypes cannot pass them on
 }
 
 // Forget a saved tensor. out: its record, its extent's offset or -1. Returns 1 if the record and its extent are free now.
@@ -619,10 +647,11 @@ int lt_record_write(int64_t id, int64_t offset) {
   auto job = std::make_shared<Job>();
   job->record = record;
   job->write = true;
-  job->data = static_cast<char*>(record->storage.mutable_data());
+  job->data = static_cast<char*>(const_cast<void*>(record->storage.data()));
   job->bytes = record->bytes;
   job->offset = offset;
   record->state = kLeaving;
+  record->handed_out = false;
   record->offset = offset;
   record->wanted = false;
   m.leaving_bytes += record->bytes;

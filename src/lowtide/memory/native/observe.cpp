@@ -26,6 +26,8 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 40);
 
+constexpr size_t kMostEntries = 2'000'000;  // 80 MB: some hundred thousand operators
+
 std::mutex log_mutex;
 std::vector<Entry> entries;
 std::unordered_map<std::string, int64_t> name_ids;
@@ -109,7 +111,10 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext*) {
 void log_event(Event kind, int64_t a, int64_t b, int64_t c) {
   Entry entry{static_cast<int32_t>(kind), thread_number(), now_ns(), a, b, c};
   std::lock_guard<std::mutex> guard(log_mutex);
-  entries.push_back(entry);
+  if (entries.size() < kMostEntries)
+    entries.push_back(entry);
+  else
+    logging = false;  // not a training step: nobody plans from this
 }
 
 const char* current_op() {
@@ -150,11 +155,11 @@ void lt_log_start() {
   logging = true;
 }
 
-// Stop; the entries stay until the next start. Returns how many there are.
+// Stop; the entries stay until the next start. Returns how many there are, or -1 if there was no room for all.
 int64_t lt_log_stop() {
   logging = false;
   std::lock_guard<std::mutex> guard(log_mutex);
-  return static_cast<int64_t>(entries.size());
+  return entries.size() < kMostEntries ? static_cast<int64_t>(entries.size()) : -1;
 }
 
 void lt_log_copy(void* out) {
