@@ -62,7 +62,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "path": script,
         "argv": ["--epochs", "3", "--help", "-x"],
         "budget": {"cpu": "1GiB", "disk": "2GiB"},
-        "spill": [str(tmp_path)],
+        "spill": str(tmp_path),
         "policy": "lru",
         "verify": True,
     }
@@ -127,7 +127,7 @@ def test_a_budget_too_small_is_one_line(install: Install, script: Path, capsys: 
     assert main(["run", "--budget=1GiB", "--quiet", str(script)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "'aten.mm', which needs 2.00 GiB" in err
+    assert "'aten.mm', which needs at least 2.00 GiB" in err
 
 
 def test_ctrl_c_is_130(install: Install, script: Path, capsys: pytest.CaptureFixture[str]) -> None:

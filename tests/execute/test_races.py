@@ -303,6 +303,9 @@ class Scripted:
     def close_pack(self, pack: int) -> None:
         pass
 
+    def forget_freed(self) -> None:
+        pass
+
     def watch(self, record: int) -> None:
         pass
 

@@ -58,7 +58,7 @@ def machine_with(*events: Event, swapped: frozenset[int] = frozenset()) -> Resid
 
 SAVED = Saved(1, 100, 0)
 GONE_OUT = (SAVED, Sole(1), Pressure(1), Written(1, resident=False))
-CLEAN = (*GONE_OUT, Needed(1), Arrived(1), Used(1))
+CLEAN = (*GONE_OUT, Due((0,)), Arrived(1))
 
 
 # ---- one transition each ----
@@ -147,11 +147,23 @@ def test_needing_a_record_that_is_leaving_keeps_it() -> None:
     assert machine.where(1) is Residence.CLEAN
 
 
-def test_an_arrived_record_is_clean_and_can_go_after_its_use() -> None:
-    machine = machine_with(*GONE_OUT, Needed(1), Arrived(1))
-    assert machine.evictable() == []
-    machine.on(Used(1))
+def test_an_arrived_record_is_clean_and_can_go_until_it_is_needed() -> None:
+    machine = machine_with(*CLEAN)
     assert machine.evictable() == [1]
+    assert machine.on(Needed(1)) == []
+    assert machine.evictable() == []
+
+
+def test_a_used_record_counts_as_never_written_because_its_user_may_have_changed_it() -> None:
+    machine = machine_with(*CLEAN, Needed(1), Used(1))
+    assert machine.where(1) is Residence.RESIDENT
+    assert machine.on(Pressure(1)) == [Write(1)]
+
+
+def test_a_record_used_while_it_leaves_stays_and_counts_as_never_written() -> None:
+    machine = machine_with(SAVED, Sole(1), Pressure(1), Needed(1), Used(1))
+    assert machine.on(Held(1)) == [Watch(1)]
+    assert machine.where(1) is Residence.RESIDENT
 
 
 def test_a_record_needed_twice_at_once_is_pinned_until_both_are_done() -> None:
@@ -313,6 +325,7 @@ class Histories(RuleBasedStateMachine):
         self.pinned: dict[int, int] = {}
         self.finished: set[int] = set()
         self.on_tier: set[int] = set()
+        self.handed_out: set[int] = set()
         self.unreported: list[Event] = []
         self.next_record = 1
         self.next_key = 0
@@ -334,6 +347,7 @@ class Histories(RuleBasedStateMachine):
                     else:
                         self.truth[record] = Residence.LEAVING
                         self.wanted.discard(record)
+                        self.handed_out.discard(record)
                 case Drop():
                     assert not self.pinned.get(record), "a pinned record is dropped"
                     if record in self.held or self.truth.get(record) is not Residence.CLEAN:
@@ -377,7 +391,12 @@ class Histories(RuleBasedStateMachine):
                 self.on_tier.add(record)
                 stays = record in self.wanted or record in self.held
                 self.truth[record] = Residence.CLEAN if stays else Residence.AWAY
-                self.unreported.append(Written(record, resident=stays))
+                if record in self.handed_out:  # it may have been changed while it was written
+                    self.truth[record] = Residence.RESIDENT
+                    self.on_tier.discard(record)
+                    self.unreported.append(Held(record))
+                else:
+                    self.unreported.append(Written(record, resident=stays))
         else:
             assert record in self.on_tier, "a record is read that was never written"
             self.truth[record] = Residence.CLEAN if well else Residence.AWAY
@@ -428,6 +447,10 @@ class Histories(RuleBasedStateMachine):
                 self.truth[record] = Residence.ARRIVING
             self.end(record, well=True)
         assert self.truth[record] not in (Residence.AWAY, Residence.ARRIVING), "needed, and not there"
+        if self.truth[record] is Residence.CLEAN:
+            self.truth[record] = Residence.RESIDENT
+            self.on_tier.discard(record)
+        self.handed_out.add(record)
         self.held.add(record)
         self.settle()
         self.machine.on(Used(record))
@@ -496,8 +519,12 @@ class Histories(RuleBasedStateMachine):
         for record in self.moving():
             self.end(record, well=True)
         self.settle()
+        for record in self.moving():  # the settling may have sent more away
+            self.end(record, well=True)
+        self.settle()
+        assert not self.moving()
         assert self.machine.moving_bytes() == 0, "the machine waits for a transfer that ended"
-        assert set(self.machine.records()) == set(self.truth)
+        assert {record: self.machine.where(record) for record in self.machine.records()} == self.truth
 
 
 TestHistories = Histories.TestCase

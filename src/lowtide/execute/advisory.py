@@ -190,6 +190,9 @@ class AdvisoryBackend:
         self._budget_bytes = budget_bytes
         self._on_pressure = on_pressure
 
+    def forget_freed(self) -> None:
+        pass  # PyTorch's own allocator has no room to make
+
     def refresh_static(self) -> None:
         self._warn()
         now_s = time.perf_counter()

@@ -151,6 +151,10 @@ class Backend(Protocol):
         """Return the error for the allocation that was refused last: `BudgetTooSmall`, or what interrupted its wait."""
         ...
 
+    def forget_freed(self) -> None:
+        """Stop counting memory of other allocators that was freed since. Quick: called while an allocation waits."""
+        ...
+
     def refresh_static(self) -> None:
         """Bring the accounting of memory from other allocators up to date."""
         ...

@@ -97,6 +97,9 @@ class CpuBackend:
 
     def refresh_static(self) -> None:
         self._warn()
+        self.forget_freed()
+
+    def forget_freed(self) -> None:
         self._foreign = [entry for entry in self._foreign if not _expired(entry[0])]
         self._native.set_foreign(sum(nbytes for _, nbytes in self._foreign))
 

@@ -165,7 +165,7 @@ class Runtime:
         try:
             with self._lock:
                 self._settle()
-                self.backend.refresh_static()  # what others freed meanwhile is room too
+                self.backend.forget_freed()  # what others freed meanwhile is room too
                 held = True
                 while held:
                     held = not self._run(self.machine.on(e.Pressure(need_bytes)))
