@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,15 @@ def one_compute_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def modules_out_of_the_collectors_sight() -> Iterator[None]:
+    """Leave what is imported by now out of the collections, one of which every tide needs to open."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,7 @@ def outcome(training: Training) -> dict[str, object]:
 
 @given(make=trainings(), share=st.floats(-0.3, 1.2), policy=st.sampled_from(["auto", "lru", "swap_all", "belady"]))
 @settings(
-    max_examples=30,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
