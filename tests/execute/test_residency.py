@@ -228,6 +228,13 @@ def test_a_record_needed_after_leave_does_not_leave() -> None:
     assert machine.on(Sole(1)) == []
 
 
+def test_a_plan_taken_up_in_mid_step_sends_away_only_what_was_not_used_yet() -> None:
+    machine = machine_with(SAVED, Sole(1), Saved(2, 100, 1), Sole(2))
+    for _ in range(5):
+        machine.tick()
+    assert machine.follow(swapped=frozenset({0, 1}), uses={0: (3, 9), 1: (7,)}) == [Write(2)]
+
+
 def test_a_record_that_is_gone_is_no_longer_known() -> None:
     machine = machine_with(SAVED, Sole(1), Pressure(1), Gone(1))
     assert machine.where(1) is None

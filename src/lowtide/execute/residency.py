@@ -95,7 +95,8 @@ class Residency:
         commands: list[Command] = []
         for key, record in self._by_key.items():
             entry = self._entries[record]
-            entry.leave = key in swapped and self.next_use(record) >= self._clock
+            first_use = next(iter(uses.get(key, ())), math.inf)
+            entry.leave = key in swapped and first_use >= self._clock  # later, its gap is over
             commands += self._send_away(record, entry)
         return commands
 

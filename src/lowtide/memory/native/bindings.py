@@ -103,7 +103,6 @@ class Native:
 
         self.install = quick("lt_install", None)
         self.uninstall = waiting("lt_uninstall", None)
-        self.is_installed = quick("lt_is_installed", integer)
         self._set_pressure = quick("lt_set_pressure", None, PressureCallback)
         self.set_budget = waiting("lt_set_budget", None, i64)
         self.set_foreign = waiting("lt_set_foreign", None, i64)
@@ -131,7 +130,6 @@ class Native:
         self.record_state = quick("lt_record_state", integer, i64)
         self.record_write = quick("lt_record_write", integer, i64, i64)
         self.record_keep = quick("lt_record_keep", integer, i64)
-        self.record_unkeep = quick("lt_record_unkeep", None, i64)
         self.record_drop = quick("lt_record_drop", i64, i64)
         self._record_prefetch = quick("lt_record_read", integer, i64, integer)
         self._record_fetch = waiting("lt_record_read", integer, i64, integer)
@@ -149,7 +147,6 @@ class Native:
         self._name_count = quick("lt_name_count", i64)
         self._name = quick("lt_name", None, i64, ctypes.c_char_p, i64)
         self.mark_module = quick("lt_mark_module", None, ctypes.c_char_p)
-        self.mark = quick("lt_mark", None, i64, i64)
 
         self._sole_out = (i64 * 256)()
         self._completion_out = (i64 * (4 * 256))()

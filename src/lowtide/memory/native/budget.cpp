@@ -617,10 +617,6 @@ void lt_uninstall() {
   pages().trim_all();
 }
 
-int lt_is_installed() {
-  return c10::GetCPUAllocator() == budget_allocator();
-}
-
 void lt_set_pressure(Pressure callback) {
   pressure = callback;
 }

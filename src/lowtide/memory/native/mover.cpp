@@ -670,14 +670,6 @@ int lt_record_keep(int64_t id) {
   return record->state;
 }
 
-// Let a leaving record go after all once its write lands.
-void lt_record_unkeep(int64_t id) {
-  Mover& m = mover();
-  std::lock_guard<std::mutex> guard(m.mutex);
-  auto record = find(id);
-  if (record) record->wanted = false;
-}
-
 // Give up the fast bytes of a sole clean record at once. Returns its bytes, 0 if that is not possible now.
 int64_t lt_record_drop(int64_t id) {
   Mover& m = mover();

@@ -191,8 +191,4 @@ void lt_mark_module(const char* name) {
   }
   log_event(Event::kModule, id);
 }
-
-void lt_mark(int64_t a, int64_t b) {
-  if (logging.load(std::memory_order_relaxed)) log_event(Event::kMarker, a, b);
-}
 }
