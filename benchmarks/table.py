@@ -16,6 +16,7 @@ _NAMES = {
     "naive": "naive hooks to disk",
     "kernel_swap": "kernel swap, same resident set",
 }
+_CELL_LETTERS = 32
 _HEADINGS = ("", "budget", "step", "of stock", "peak live", "resident", "out + in a step", "losses as stock")
 
 
@@ -34,7 +35,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _model(facts: dict[str, Any]) -> str:
     rows = [_HEADINGS, ("---", *["---:"] * (len(_HEADINGS) - 1))]
-    rows += [_row(line) for line in facts["contenders"]]
+    rows += [_row(line, floor_bytes=facts["floor_bytes"]) for line in facts["contenders"]]
     about = (
         f"{facts['parameters'] / 1e6:.1f} M parameters; static {_mib(facts['static_bytes'])}, stock's peak "
         f"{_mib(facts['peak_bytes'])}, floor {_mib(facts['floor_bytes'])} (set by `{facts['floor_op']}`)."
@@ -46,21 +47,44 @@ def _model(facts: dict[str, Any]) -> str:
         "",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
+    for line in facts["contenders"]:
+        lines += [f"\n{_name(line)}: {reason}" for reason in _reasons(line)]
     if "floor" in facts:
         lines += ["", _floor(facts["floor"])]
     return "\n".join(lines)
 
 
-def _row(line: dict[str, Any]) -> tuple[str, ...]:
+def _name(line: dict[str, Any]) -> str:
     name = _NAMES.get(line["key"]) or _NAMES[line["contender"]]
-    if line["share"] is not None:
-        name += f", {line['share']:.0%}"
+    return name if line["share"] is None else f"{name}, {line['share']:.0%}"
+
+
+def _reasons(line: dict[str, Any]) -> list[str]:
+    """Return in full why a contender was skipped or failed; its cell has room for a word only."""
+    return [f"skipped: {line['skipped']}"] if "skipped" in line else [f"failed: {each}" for each in _failures(line)]
+
+
+def _failures(line: dict[str, Any]) -> list[str]:
+    failures: list[str] = line.get("failures", [])
+    return failures
+
+
+def _failed(line: dict[str, Any], *, floor_bytes: int) -> str:
+    """Return a failed contender's cell: that its budget is below the floor, or the kinds of its errors."""
+    kinds = sorted({failure.partition(":")[0] for failure in _failures(line)})
+    if kinds == ["BudgetTooSmall"] and line.get("budget_bytes", floor_bytes) < floor_bytes:
+        return f"below floor ({_mib(floor_bytes)})"
+    return f"failed: {', '.join(kind if len(kind) <= _CELL_LETTERS else 'see below' for kind in kinds)}"
+
+
+def _row(line: dict[str, Any], *, floor_bytes: int) -> tuple[str, ...]:
+    name = _name(line)
     bound = line.get("budget_bytes") or line.get("limit_bytes")
     budget = _mib(bound) if bound else ""
     if "skipped" in line:
-        return (name, budget, f"skipped: {line['skipped']}", "", "", "", "", "")
+        return (name, budget, "skipped", "", "", "", "", "")
     if "step_s" not in line:
-        return (name, budget, f"failed: {'; '.join(line['failures'])}", "", "", "", "", "")
+        return (name, budget, _failed(line, floor_bytes=floor_bytes), "", "", "", "", "")
     ratio = line["ratio_to_stock"]
     moved = (line["moved_out_bytes_per_step"], line["moved_in_bytes_per_step"])
     return (

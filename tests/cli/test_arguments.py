@@ -42,7 +42,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("2G", "GiB (binary) or GB (decimal)"),
         ("much", "a number and a unit"),
         ("", "a number and a unit"),
-        ("cpu=1GiB,gpu=1GiB", "use 'cpu' and 'disk'"),
+        ("gpu=1GiB", "unknown tier 'gpu' in the budget: the tiers are cpu (memory), disk (the spill) and, for a"),
+        ("cpu=1GiB,gpu=1GiB", "device or its name such as cuda:0; write cpu=2GiB,disk=40GiB"),
+        ("cpu=1GiB,device=0", "device budget"),
+        ("cuda:0=2parsecs", "unknown unit 'parsecs'"),
         ("cpu=1GiB,5", "cpu=2GiB,disk=40GiB"),
         ("cpu=1GiB,cpu=2GiB", "twice"),
         ("disk=1GiB", "no 'cpu' bytes"),
@@ -142,12 +145,25 @@ def test_help_of_every_verb_shows_an_example(capsys: pytest.CaptureFixture[str],
     assert f"\n    lowtide {verb}" in text
 
 
+@pytest.mark.parametrize("argv", [[], *([verb] for verb in VERBS)])
+def test_help_is_whole_in_a_window_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*argv, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 79] == []
+    # That is how click cuts off what does not fit.
+    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
+
+
 def test_help_lists_every_verb_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     commands = text.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in commands] == list(VERBS)
-    assert all(len(line.split()) > 3 for line in commands)
+    starts = [line for line in commands if not line.startswith("   ")]
+    assert [line.split()[0] for line in starts] == list(VERBS)
+    assert all(len(line.split()) > 3 for line in starts)
     assert main([]) == 0
     assert capsys.readouterr().out == text
 

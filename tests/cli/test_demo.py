@@ -7,6 +7,7 @@ import pytest
 
 from lowtide.cli import demo
 from lowtide.cli.demo import Outcome, Step, parse_step, run_limited
+from lowtide.errors import BadArgument
 
 MIB = 2**20
 
@@ -57,7 +58,12 @@ def outcome(*losses: str, exit_code: int = 0) -> Outcome:
     return Outcome(exit_code=exit_code, steps=steps, peak_bytes=900 * MIB, last_words="killed")
 
 
-STATS = {"peak_bytes": 300 * MIB, "swapped_out_bytes": 5 * MIB, "swapped_in_bytes": 6 * MIB}
+STATS = {
+    "peak_bytes": 300 * MIB,
+    "budget_exact": True,
+    "swapped_out_bytes": 5 * MIB,
+    "swapped_in_bytes": 6 * MIB,
+}
 
 
 def test_identical_losses_are_success(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +72,33 @@ def test_identical_losses_are_success(capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "yes" in text.splitlines()[-1]
     assert "5.00 MiB out, 6.00 MiB in" in text
+    assert "advisory" not in text
+
+
+def test_an_advisory_peak_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, managed = outcome("0x1p+0", "0x1p+1"), outcome("0x1p+0", "0x1p+1")
+    assert demo._compare(plain, outcome(exit_code=1), managed, stats=STATS | {"budget_exact": False}) == 0
+    text = capsys.readouterr().out
+    assert "300 MiB *\n" in text
+    assert text.splitlines()[-1] == "* advisory: accounted in Python, not enforced"
+
+
+def test_what_lowtide_says_while_it_starts_is_shown_at_once_and_the_rest_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = """
+import sys
+print("lowtide: building the native part, once (about 15 s)", file=sys.stderr, flush=True)
+print("some library's warning", file=sys.stderr, flush=True)
+print('{"usable": true}')
+"""
+    monkeypatch.setattr(demo, "_IDLE", program)
+    lines: list[str] = []
+    assert demo._idle(on_line=lines.append) == {"usable": True}
+    assert lines == ["lowtide: building the native part, once (about 15 s)"]
+    monkeypatch.setattr(demo, "_IDLE", "raise OSError('libtorch.so is missing')")
+    with pytest.raises(BadArgument, match=r"does not run here \(OSError: libtorch.so is missing\)"):
+        demo._idle(on_line=lines.append)
 
 
 def test_losses_that_differ_in_the_last_bit_or_in_number_are_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from lowtide.cli import doctor, main
 from lowtide.cli.doctor import Finding, Verdict, examine
+from lowtide.core.machine import Link
+from lowtide.estimate.calibrate import save_machine
+from lowtide.testing.traces import machine_of
 
 
 def found(spill: Path, *, root: Path) -> dict[str, Finding]:
@@ -36,7 +39,8 @@ def test_every_finding_that_is_not_well_has_a_fix(tmp_path: Path, root: Path) ->
 
 def test_the_machine_is_read_from_the_root_given(tmp_path: Path, root: Path) -> None:
     findings = found(tmp_path, root=root)
-    assert findings["budget 'auto'"].detail == "3.60 GiB now"
+    margin = "less a margin of 10%, 256 MiB at least"
+    assert findings["budget 'auto'"].detail == f"3.60 GiB now: what host memory leaves, {margin}"
     assert findings["huge pages"].verdict is Verdict.WARN
     assert findings["limits"].detail.startswith("no cgroup")
     (root / "proc/self").mkdir()
@@ -47,7 +51,7 @@ def test_the_machine_is_read_from_the_root_given(tmp_path: Path, root: Path) -> 
     (job / "memory.current").write_text("0\n")
     findings = found(tmp_path, root=root)
     assert findings["limits"].detail == "1.00 GiB (cgroup v2 /job memory.max), 1.00 GiB left"
-    assert findings["budget 'auto'"].detail == "768 MiB now"
+    assert findings["budget 'auto'"].detail == f"768 MiB now: what cgroup v2 /job memory.max leaves, {margin}"
 
 
 def test_a_spill_directory_that_does_not_work_fails_with_exit_code_1(
@@ -57,6 +61,39 @@ def test_a_spill_directory_that_does_not_work_fails_with_exit_code_1(
     spill = [finding for finding in json.loads(capsys.readouterr().out) if finding["what"] == "spill"]
     assert spill[0]["verdict"] == "fail"
     assert "does not exist" in spill[0]["detail"]
+
+
+def test_a_file_as_spill_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    for location in (str(path), f"file://{path}"):
+        assert main(["doctor", "--spill", location]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == f"lowtide: spill location {path} is not a directory: pass a directory with --spill\n"
+    assert main(["doctor", "--spill", "null:"]) == 2
+    assert "null: is no directory" in capsys.readouterr().err
+
+
+def test_the_probe_names_the_disk_that_was_measured(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    missing = found(tmp_path, root=root)["probe"]
+    assert (missing.verdict, missing.detail) == (Verdict.WARN, "not measured yet")
+    assert missing.fix == f"run 'lowtide probe --spill {tmp_path}'"
+    machine = machine_of(Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
+    save_machine(machine, directories=[tmp_path])
+    measured = found(tmp_path, root=root)["probe"]
+    rates = f"1.00 GB/s write, 2.00 GB/s read, measured on {tmp_path}"
+    assert (measured.verdict, measured.detail, measured.fix) == (Verdict.OK, rates, "")
+    # /proc is a filesystem of its own wherever it exists.
+    other = found(Path("/proc"), root=root)["probe"]
+    assert other.verdict is Verdict.WARN
+    assert other.detail == f"{rates}, not on the disk of /proc"
+    assert other.fix == "run 'lowtide probe --spill /proc'"
+    (tmp_path / "cache" / "machine.json").write_text("{")
+    assert found(tmp_path, root=root)["probe"].detail == "damaged or of another version"
 
 
 def test_a_native_part_that_cannot_be_built_is_a_warning_with_its_reason(

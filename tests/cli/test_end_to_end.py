@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.demo import parse_step
+from lowtide.memory import native
 
 TRAIN = """
 import sys, torch
@@ -26,6 +27,12 @@ for step in range(4):
     print("step", step, float(loss.detach()).hex(), 0.0, flush=True)
 sys.exit(int(sys.argv[1]))
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+    """Have the native part built before: a verb that builds it says so, which these tests are not about."""
+    native.status()
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +95,15 @@ def test_a_script_without_training_cannot_be_captured(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no training step" in done.stderr
+
+
+def test_a_compiler_that_is_missing_is_one_line_and_the_peak_is_marked(script: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"CXX": "no-such-compiler", "LOWTIDE_CACHE": str(tmp_path / "cache")}
+    run = ["-m", "lowtide.cli", "run", "--budget", "1GiB", "--spill", str(tmp_path), str(script), "0"]
+    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(done.stdout)) == 4
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["lowtide"] * 4
+    assert lines[1].startswith("lowtide: warning: no C++ compiler found: CXX names no-such-compiler")
+    assert "(advisory: accounted in Python, not enforced)" in lines[3]

@@ -55,7 +55,6 @@ def test_with_a_budget_above_the_peak_every_policy_shows_a_verified_plan(
 ) -> None:
     answer = told(capsys, "--budget", str(TRACE.peak_bytes), "--policy", policy, trace_path)
     assert answer["policy"] == policy
-    assert answer["fits"] is True
     assert main(["plan", "--budget", str(TRACE.peak_bytes), "--policy", policy, trace_path]) == 0
     assert f"What policy {policy} would do" in capsys.readouterr().out
 
@@ -72,11 +71,48 @@ def test_a_tight_budget_makes_auto_swap_and_predict(trace_path: str, capsys: pyt
     assert "x unmanaged" in text
 
 
-def test_below_the_floor_the_verdict_says_so(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    budget = str(TRACE.floor_bytes() - 1)
-    assert told(capsys, "--budget", budget, trace_path)["fits"] is False
-    assert main(["plan", "--budget", budget, trace_path]) == 0
-    assert "does not fit: raise the budget" in capsys.readouterr().out
+@pytest.mark.parametrize("policy", ["auto", "lru", "keep_all"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_budget_below_the_floor_is_refused_with_the_operator_and_the_bytes(
+    trace_path: str, capsys: pytest.CaptureFixture[str], policy: str, form: list[str]
+) -> None:
+    floor_op = TRACE.floor_op()
+    assert floor_op is not None
+    assert main(["plan", *form, "--policy", policy, "--budget", str(TRACE.floor_bytes() - 1), trace_path]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert f"'{floor_op.name}'" in captured.err
+    assert f"({TRACE.floor_bytes()} bytes)" in captured.err
+    assert main(["plan", "--budget", str(TRACE.floor_bytes()), trace_path]) == 0
+
+
+def test_a_reactive_policy_says_that_it_decides_later(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = str((TRACE.floor_bytes() + TRACE.peak_bytes) // 2)
+    assert told(capsys, "--budget", budget, "--policy", "lru", trace_path)["swaps"] == 0
+    assert main(["plan", "--budget", budget, "--policy", "lru", trace_path]) == 0
+    assert "reactive" in capsys.readouterr().out
+
+
+def test_a_policy_that_cannot_keep_the_budget_is_named(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--budget", str(TRACE.peak_bytes - 1), "--policy", "keep_all", trace_path]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("lowtide: policy keep_all has no plan for ")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"import torch\n", b"\x1f\x8b broken", b"\x00" * 4096])
+def test_a_file_that_is_no_trace_is_one_line_that_says_how_to_make_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_bytes(content)
+    assert main(["plan", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert str(path) in captured.err
+    assert "lowtide capture" in captured.err
 
 
 def test_the_measured_machine_is_used_where_there_is_one(

@@ -16,7 +16,7 @@ import click
 
 from lowtide.errors import LowtideError
 
-VERBS = ("run", "demo", "doctor", "probe", "capture", "plan", "policies")
+VERBS = ("run", "demo", "doctor", "probe", "capture", "estimate", "plan", "policies")
 
 EXIT_BAD_ARGUMENT = 2
 EXIT_INTERRUPTED = 130
@@ -35,6 +35,12 @@ class _Verbs(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs with their whole summaries, which click would cut off at the end of the line."""
+        rows = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(command)) for name, command in rows if command is not None])
+
 
 @click.command(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
@@ -51,9 +57,9 @@ def group(ctx: click.Context) -> int:
 
     \b
     Examples:
-      lowtide demo                                  see it work, in about a minute
+      lowtide demo        see it work, in about a minute
+      lowtide doctor      what this machine offers, and what to fix
       lowtide run --budget 2GiB train.py --epochs 3
-      lowtide doctor                                what this machine offers, and what to fix
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -76,8 +82,11 @@ def installed_version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line on `argv` (default: the process's arguments) and return its exit code."""
+    from lowtide.cli.output import warnings_as_lines
+
     try:
-        result = group.main(args=None if argv is None else list(argv), prog_name="lowtide", standalone_mode=False)
+        with warnings_as_lines():
+            result = group.main(args=None if argv is None else list(argv), prog_name="lowtide", standalone_mode=False)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "lowtide"
         message = error.format_message().rstrip(".")
@@ -94,6 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _summary(command: click.Command) -> str:
+    paragraph = (command.short_help or command.help or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).removesuffix(".")
 
 
 def _fail(message: str) -> int:

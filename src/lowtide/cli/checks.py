@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from lowtide.cli.output import warn
+from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
-from lowtide.memory.budget import BudgetLike
+from lowtide.memory.budget import (
+    MARGIN_MIN_BYTES,
+    MARGIN_SHARE,
+    BudgetLike,
+    auto_bytes,
+    memory_limits,
+    names_accelerator,
+    parse_budget,
+    parse_device_budget,
+)
+
+_TIERS_EXAMPLE = "cpu=2GiB,disk=40GiB"
+# What a device has free is known once torch is loaded; only the wording is checked before, so any large figure does.
+_SOME_BYTES = 2**40
 
 
 def check_script(path: Path) -> Path:
@@ -28,14 +45,8 @@ def check_script(path: Path) -> Path:
 
 def check_spill(locations: Sequence[str]) -> None:
     """Refuse a spill directory that is missing or cannot be written; other tiers' URLs check themselves later."""
-    for location in locations:
-        if re.match(r"[a-z][a-z0-9+.-]+:", location) and not location.startswith("file:"):
-            continue
-        path = Path(location.removeprefix("file:").removeprefix("//"))
-        if not path.exists():
-            raise BadArgument(f"spill directory {path} does not exist: create it, or pass another with --spill")
-        if not path.is_dir():
-            raise BadArgument(f"spill location {path} is not a directory: pass a directory with --spill")
+    for path in _directories(locations):
+        check_directory(path)
         try:
             # Asking for permissions is not enough: root passes every check, also on a read-only filesystem.
             with tempfile.TemporaryFile(dir=path, prefix=".lowtide-"):
@@ -45,6 +56,54 @@ def check_spill(locations: Sequence[str]) -> None:
                 f"spill directory {path} cannot be written ({error.strerror}): "
                 "make it writable, or pass another with --spill"
             ) from None
+
+
+def check_directory(path: Path) -> None:
+    """Refuse a spill location that is no directory."""
+    if not path.exists():
+        raise BadArgument(f"spill directory {path} does not exist: create it, or pass another with --spill")
+    if not path.is_dir():
+        raise BadArgument(f"spill location {path} is not a directory: pass a directory with --spill")
+
+
+def warn_of_memory(locations: Sequence[str]) -> None:
+    """Warn of a spill directory that is itself memory."""
+    from lowtide.tiers.filesystem import filesystem_type, is_memory
+
+    for path in _directories(locations):
+        if is_memory(path):
+            warn(
+                f"spill directory {path} is memory ({filesystem_type(path)}), not a disk: spilling there frees none; "
+                "pass a directory on a disk with --spill"
+            )
+
+
+def spill_locations(stated: Sequence[str]) -> list[str]:
+    """Return where a run will spill: what was stated, else what $LOWTIDE_SPILL says, else the default directory."""
+    from lowtide.tiers.open import SPILL_VARIABLE, default_directory
+
+    if stated:
+        return list(stated)
+    if named := os.environ.get(SPILL_VARIABLE):
+        return [named]
+    return [str(default_directory()[0])]
+
+
+def spill_directory(location: str) -> Path:
+    """Return the directory that a path or file: URL names, for the verbs that look at a disk itself."""
+    directories = _directories([location])
+    if not directories:
+        raise BadArgument(f"{location} is no directory, so there is no disk to look at: pass a directory with --spill")
+    return directories[0]
+
+
+def _directories(locations: Sequence[str]) -> list[Path]:
+    """Return the directories among spill locations, without the URLs of other tiers."""
+    return [
+        Path(unquote(urlsplit(location).path) if location.startswith("file:") else location).expanduser()
+        for location in locations
+        if location.startswith("file:") or not re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", location)
+    ]
 
 
 def check_output(path: Path | None) -> None:
@@ -63,18 +122,54 @@ def check_output(path: Path | None) -> None:
 
 
 def read_budget(text: str) -> BudgetLike:
-    """Return the budget that `text` states: "2GiB", "auto", or per tier as "cpu=2GiB,disk=40GiB"."""
+    """Return the budget that `text` states: "2GiB", "auto", or per tier as "cpu=2GiB,disk=40GiB".
+
+    What makes no sense is refused here, before torch is imported.
+    """
     if "=" not in text:
+        parse_budget(text)
         return text
     tiers: dict[str, int | str] = {}
     for part in text.split(","):
-        name, equals, value = part.partition("=")
+        name, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
-            raise BadArgument(f"cannot read {part!r} in the budget: write tiers as cpu=2GiB,disk=40GiB")
-        if name.strip() in tiers:
-            raise BadArgument(f"the budget names {name.strip()!r} twice: keep one of the two")
-        tiers[name.strip()] = value.strip()
+            raise BadArgument(f"cannot read {part!r} in the budget: write tiers as {_TIERS_EXAMPLE}")
+        if name in tiers:
+            raise BadArgument(f"the budget names {name!r} twice: keep one of the two")
+        if name not in ("cpu", "disk") and not names_accelerator({name: value}):
+            raise BadArgument(
+                f"unknown tier {name!r} in the budget: the tiers are cpu (memory), disk (the spill) and, for a model "
+                f"on an accelerator, device or its name such as cuda:0; write {_TIERS_EXAMPLE}"
+            )
+        tiers[name] = value
+    if names_accelerator(tiers):
+        parse_device_budget(tiers, free_bytes=lambda: _SOME_BYTES)
+    elif "cpu" not in tiers:
+        raise BadArgument(f"the budget names no 'cpu' bytes: add them, as in {_TIERS_EXAMPLE}")
+    else:
+        parse_budget(tiers)
     return tiers
+
+
+def settle_auto(budget: BudgetLike) -> tuple[BudgetLike, str]:
+    """Return `budget` with "auto" as the bytes it means from here on, and how to tell a person what it is."""
+    if isinstance(budget, Mapping) and names_accelerator(budget):
+        return budget, ", ".join(f"{tier} {stated}" for tier, stated in budget.items())
+    stated = budget.get("cpu") if isinstance(budget, Mapping) else budget
+    if str(stated).strip().lower() != "auto":
+        return budget, format_bytes(parse_budget(budget).fast_bytes)
+    import lowtide.execute.script  # noqa: F401 - torch takes memory of its own, which "auto" must not promise
+
+    limits = memory_limits()
+    nbytes = auto_bytes()
+    source = min(limits, key=lambda limit: limit.left_bytes).source
+    told = f"{format_bytes(nbytes)} (auto: {explain_auto(source)})"
+    return ({**budget, "cpu": nbytes} if isinstance(budget, Mapping) else nbytes), told
+
+
+def explain_auto(source: str) -> str:
+    """Return in words what the budget "auto" is, given the limit that is the tightest."""
+    return f"what {source} leaves, less a margin of {MARGIN_SHARE:.0%}, {format_bytes(MARGIN_MIN_BYTES)} at least"
 
 
 def check_policy(name: str) -> None:

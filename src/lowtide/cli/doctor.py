@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from lowtide.cli.checks import check_directory, explain_auto, spill_directory, spill_locations
 from lowtide.cli.output import console, echo_json
 from lowtide.core.units import format_bytes, format_rate
 from lowtide.errors import BadArgument, LowtideError
@@ -48,7 +49,11 @@ def command(*, spill: str | None, as_json: bool) -> int:
       lowtide doctor
       lowtide doctor --spill /fast/disk --json
     """
-    findings = list(examine(None if spill is None else Path(spill)))
+    (where,) = spill_locations(() if spill is None else (spill,))
+    directory = spill_directory(where)
+    if directory.exists():
+        check_directory(directory)
+    findings = list(examine(directory))
     if as_json:
         echo_json([asdict(finding) for finding in findings])
     else:
@@ -56,8 +61,8 @@ def command(*, spill: str | None, as_json: bool) -> int:
     return int(any(finding.verdict is Verdict.FAIL for finding in findings))
 
 
-def examine(spill: Path | None = None, *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield everything worth knowing; `root` is where /proc and /sys are looked for."""
+def examine(spill: Path, *, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield everything worth knowing about spilling to `spill`; `root` is where /proc and /sys are looked for."""
     yield _python()
     yield _torch()
     yield from _native()
@@ -65,7 +70,7 @@ def examine(spill: Path | None = None, *, root: Path = Path("/")) -> Iterator[Fi
     yield _limits(root)
     yield _auto(root)
     yield _huge_pages(root)
-    yield _probed()
+    yield _probed(spill)
 
 
 def _python() -> Finding:
@@ -79,7 +84,8 @@ def _torch() -> Finding:
         return Finding(
             what="torch", verdict=Verdict.FAIL, detail=str(error).splitlines()[0], fix="install torch 2.6 or later"
         )
-    detail = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    detail = f"{torch.__version__}, {threads} thread{'s' * (threads != 1)}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
         return Finding(what="torch", verdict=Verdict.FAIL, detail=detail, fix="install torch 2.6 or later")
     return Finding(what="torch", verdict=Verdict.OK, detail=detail)
@@ -106,12 +112,10 @@ def _native() -> Iterator[Finding]:
     )
 
 
-def _spill(directory: Path | None) -> Iterator[Finding]:
+def _spill(directory: Path) -> Iterator[Finding]:
     from lowtide.tiers.file import FileMedium
     from lowtide.tiers.filesystem import filesystem_type, is_memory
-    from lowtide.tiers.open import default_directory
 
-    directory = directory or default_directory()[0]
     try:
         medium = FileMedium([directory])
     except (LowtideError, OSError) as error:
@@ -161,7 +165,9 @@ def _auto(root: Path) -> Finding:
         return Finding(
             what="budget 'auto'", verdict=Verdict.WARN, detail=str(error), fix="state the budget, such as --budget 2GiB"
         )
-    return Finding(what="budget 'auto'", verdict=Verdict.OK, detail=f"{format_bytes(budget.fast_bytes)} now")
+    tightest = min(memory_limits(root=root), key=lambda limit: limit.left_bytes)
+    detail = f"{format_bytes(budget.fast_bytes)} now: {explain_auto(tightest.source)}"
+    return Finding(what="budget 'auto'", verdict=Verdict.OK, detail=detail)
 
 
 def _huge_pages(root: Path) -> Finding:
@@ -180,18 +186,22 @@ def _huge_pages(root: Path) -> Finding:
     )
 
 
-def _probed() -> Finding:
-    from lowtide.estimate.calibrate import load_machine, machine_path
+def _probed(spill: Path) -> Finding:
+    from lowtide.estimate.calibrate import load_machine, machine_path, measured_directories
 
-    machine = load_machine()
+    probe = f"run 'lowtide probe --spill {spill}'" if spill.is_dir() else "run 'lowtide probe'"
+    machine, measured = load_machine(), measured_directories()
     if machine is None or not machine.links:
         state = "damaged or of another version" if machine_path().exists() else "not measured yet"
-        return Finding(what="probe", verdict=Verdict.WARN, detail=state, fix="run 'lowtide probe'")
+        return Finding(what="probe", verdict=Verdict.WARN, detail=state, fix=probe)
     rates = ", ".join(
-        f"{name}: {format_rate(link.write_bytes_per_s)} write, {format_rate(link.read_bytes_per_s)} read"
-        for name, link in machine.links.items()
+        f"{format_rate(link.write_bytes_per_s)} write, {format_rate(link.read_bytes_per_s)} read"
+        for link in machine.links.values()
     )
-    return Finding(what="probe", verdict=Verdict.OK, detail=rates)
+    detail = f"{rates}, measured on {', '.join(map(str, measured)) or 'an unknown disk'}"
+    if spill.is_dir() and load_machine(directories=[spill]) is None:
+        return Finding(what="probe", verdict=Verdict.WARN, detail=f"{detail}, not on the disk of {spill}", fix=probe)
+    return Finding(what="probe", verdict=Verdict.OK, detail=detail)
 
 
 def _print(findings: list[Finding]) -> None:

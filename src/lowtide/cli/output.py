@@ -7,15 +7,25 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_RUNPY = "<frozen runpy>"
+# Saved-tensor hooks raise what autograd leaves to them, in autograd's words: nothing there is news to the user.
+_SPEAKS_FOR_AUTOGRAD = str(Path("execute", "hooks.py"))
+_OUR_WARNING = "lowtide: "
+
+ADVISORY = "advisory: accounted in Python, not enforced"
+"""What is said beside a peak that no allocator bounded."""
 
 
 def console() -> Console:
@@ -46,26 +56,98 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         raise
 
 
-def facts(title: str, rows: list[tuple[str, str]]) -> Table:
-    """Return a two-column table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+def facts(title: str, rows: list[tuple[str, str]]) -> Group:
+    """Return a two-column table of names and values under a title, which may be wider than the table."""
+    table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
     for name, value in rows:
         table.add_row(name, value)
-    return table
+    return Group(Text(title, style="italic"), table)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, where it does not mix with what a script prints."""
+    print(f"lowtide: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning of one line on stderr."""
+    say(f"warning: {text}")
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Show Lowtide's own warnings as one line each; those of others look as they always do."""
+    before = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = str(message)
+        if text.startswith(_OUR_WARNING):
+            warn(text.removeprefix(_OUR_WARNING))
+        else:
+            before(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the script's traceback as Python would, without the frames of Lowtide that led into the script."""
+    """Print the script's traceback as Python would, without the frames of Lowtide.
+
+    An error that arose inside Lowtide keeps its last frames: whoever looks for its cause needs them.
+    """
     report = traceback.TracebackException.from_exception(error)
-    first = next((i for i, frame in enumerate(report.stack) if not _is_ours(frame.filename)), 0)
-    del report.stack[:first]
-    print("".join(report.format()), end="", file=sys.stderr)
+    for part in _chain(report):
+        part.stack[:] = _of_the_script(part.stack)
+    # A script that cannot even be compiled has no frames: Python shows the place alone.
+    lines = report.format() if report.stack else report.format_exception_only()
+    print("".join(lines), end="", file=sys.stderr)
 
 
-def _is_ours(filename: str) -> bool:
-    return filename == "<frozen runpy>" or Path(filename).is_relative_to(_PACKAGE)
+def _chain(report: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an exception's report with those of what caused it, or is grouped in it."""
+    waiting, seen = [report], set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            waiting += [each for each in (part.__cause__, part.__context__) if each is not None]
+            waiting += part.exceptions or []
+
+
+def _of_the_script(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    # The script begins where runpy starts it; it may lie in Lowtide's own directory, as the demo's does.
+    begin = 0
+    while begin < len(frames) and (frames[begin].filename == _RUNPY or _is_ours(frames[begin])):
+        begin += 1
+        if frames[begin - 1].filename == _RUNPY and begin < len(frames) and frames[begin].filename != _RUNPY:
+            break
+    script = frames[begin:]
+    if not script:
+        return [] if frames and frames[-1].filename == _RUNPY else frames
+    own = script[0].filename
+    shown = [frame.filename == own or not _is_ours(frame) for frame in script]
+    end = len(script)
+    if not script[-1].filename.endswith(_SPEAKS_FOR_AUTOGRAD):
+        while end > 0 and not shown[end - 1]:
+            end -= 1
+    return [frame for index, frame in enumerate(script) if shown[index] or index >= end]
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(_PACKAGE)
 
 
 def _umask() -> int:

@@ -10,7 +10,7 @@ import click
 from lowtide.cli.checks import check_policy
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.errors import BadArgument
+from lowtide.errors import BadArgument, BudgetTooSmall, PlanError, TraceError
 from lowtide.memory.budget import parse_budget
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool, trace_path: Path) -> int:
     """Tell what the step recorded in TRACE needs and, with --budget, what a policy would do.
 
-    Runs nothing: times come from the trace and from 'lowtide probe', or from an ordinary disk if that was never run.
+    Runs nothing: times come from the trace and from 'lowtide probe', or from an ordinary disk if that was never
+    run. A budget below the floor is refused with exit code 2.
 
     \b
     Examples:
@@ -48,6 +49,7 @@ def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool,
         else:
             _print_need(trace, floor_only=floor_only)
         return 0
+    _check_floor(trace, budget_bytes=budget_bytes)
     machine, plan = _plan(trace, budget_bytes=budget_bytes, policy=policy)
     if as_json:
         echo_json({**need, **_decisions(trace, plan, machine=machine)})
@@ -66,6 +68,20 @@ def _load(path: Path) -> Trace:
         raise BadArgument(f"trace {path} does not exist: make one with 'lowtide capture -o {path} script.py'") from None
     except OSError as error:
         raise BadArgument(f"trace {path} cannot be read ({error.strerror or error}): check the path") from None
+    except TraceError as error:
+        raise BadArgument(f"{error}; a trace is made with 'lowtide capture -o FILE script.py'") from None
+
+
+def _check_floor(trace: Trace, *, budget_bytes: int) -> None:
+    """Refuse a budget that no plan can meet: what one operator needs at once cannot be away."""
+    op = trace.floor_op()
+    if budget_bytes < trace.floor_bytes():
+        raise BudgetTooSmall(
+            budget_bytes=budget_bytes,
+            needed_bytes=trace.floor_bytes(),
+            op="the step" if op is None else op.name,
+            detail=f"in {op.module}" if op is not None and op.module else "",
+        )
 
 
 def _plan(trace: Trace, *, budget_bytes: int, policy: str) -> tuple[Machine, Plan]:
@@ -77,9 +93,12 @@ def _plan(trace: Trace, *, budget_bytes: int, policy: str) -> tuple[Machine, Pla
     machine = load_machine() or assumed_machine()
     problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
     plan = registry.policy(policy).plan(problem)
-    # Below the floor every plan passes the budget; that is told as a verdict, not as a bug of the policy.
-    if budget_bytes >= trace.floor_bytes():
-        verify.check(plan, problem)
+    # A reactive policy decides when memory runs out: it predicts nothing, and there is nothing to verify.
+    if plan.prediction is not None:
+        try:
+            verify.check(plan, problem)
+        except PlanError as error:
+            raise PlanError(f"policy {policy} has no plan for {format_bytes(budget_bytes)}: {error}") from error
     return machine, plan
 
 
@@ -100,11 +119,11 @@ def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
     return {
         "policy": plan.policy,
         "budget_bytes": plan.budget_bytes,
-        "fits": plan.budget_bytes >= trace.floor_bytes(),
         "machine": machine.name,
         "machine_source": machine.source,
         "swaps": len(plan.swaps),
         "swapped_bytes": sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps),
+        "recomputes": len(plan.recomputes),
         "predicted_peak_bytes": None if prediction is None else prediction.peak_bytes,
         "predicted_step_s": None if prediction is None else prediction.step_s,
         "predicted_stall_s": None if prediction is None else prediction.stall_s,
@@ -129,14 +148,13 @@ def _print_need(trace: Trace, *, floor_only: bool) -> None:
 
 def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
     moved = sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps)
+    swaps = f"{len(plan.swaps)} of {len(trace.gaps())} gaps, {format_bytes(moved)}"
     link = machine.links["spill"]
+    rates = f"{format_rate(link.write_bytes_per_s)} write, {format_rate(link.read_bytes_per_s)} read, {machine.source}"
     rows = [
         ("budget", format_bytes(plan.budget_bytes)),
-        ("swaps", f"{len(plan.swaps)} of {len(trace.gaps())} gaps, {format_bytes(moved)}"),
-        (
-            "disk",
-            f"{format_rate(link.write_bytes_per_s)} write, {format_rate(link.read_bytes_per_s)} read, {machine.source}",
-        ),
+        ("swaps", "decided while the step runs" if plan.prediction is None and not plan.swaps else swaps),
+        ("disk", f"{rates}: run 'lowtide probe'" if machine.source == "assumed" else rates),
     ]
     if plan.prediction is not None:
         slower = plan.prediction.step_s / trace.duration_s if trace.duration_s else 1.0
@@ -146,10 +164,8 @@ def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
             3,
             ("predicted step", f"{format_seconds(plan.prediction.step_s)}, {slower:.2f}x unmanaged, {stalled}"),
         )
+    if plan.recomputes:
+        rows.insert(2, ("recomputes", f"{len(plan.recomputes)} of {len(trace.gaps())} gaps"))
     rows.extend(("note", note) for note in plan.notes)
-    if plan.budget_bytes < trace.floor_bytes():
-        rows.append(
-            ("verdict", f"does not fit: raise the budget to {format_bytes(trace.floor_bytes())} or shrink the batch")
-        )
     console().print()
     console().print(facts(f"What policy {plan.policy} would do", rows))

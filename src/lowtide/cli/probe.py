@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from lowtide.cli.checks import check_spill
+from lowtide.cli.checks import check_spill, spill_directory, spill_locations, warn_of_memory
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_rate, format_seconds
 from lowtide.errors import BadArgument
@@ -27,12 +25,13 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
       lowtide probe --spill /fast/disk
       lowtide probe --spill /disk1 --spill /disk2 --json
     """
-    check_spill(spill)
+    where = spill_locations(spill)
+    directories = [spill_directory(location) for location in where]
+    check_spill(where)
+    warn_of_memory(where)
     from lowtide.estimate import calibrate
     from lowtide.tiers.file import FileMedium
-    from lowtide.tiers.open import default_directory
 
-    directories = [Path(location) for location in spill] or [default_directory()[0]]
     compute = calibrate.measure_compute()
     medium = FileMedium(directories)
     try:
@@ -43,8 +42,8 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
     try:
         path = calibrate.save_machine(machine, directories=directories, compute=compute)
     except OSError as error:
-        where = calibrate.machine_path().parent
-        raise BadArgument(f"cannot keep the result in {where}: {error.strerror}; set LOWTIDE_CACHE") from error
+        cache = calibrate.machine_path().parent
+        raise BadArgument(f"cannot keep the result in {cache}: {error.strerror}; set LOWTIDE_CACHE") from error
     if as_json:
         echo_json(
             {

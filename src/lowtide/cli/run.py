@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lowtide.cli.checks import check_output, check_policy, check_script, check_spill, read_budget
-from lowtide.cli.output import print_traceback, write_json
-from lowtide.core.units import format_bytes, format_seconds
+from lowtide.cli.checks import (
+    check_output,
+    check_policy,
+    check_script,
+    check_spill,
+    read_budget,
+    settle_auto,
+    spill_locations,
+    warn_of_memory,
+)
+from lowtide.cli.output import ADVISORY, print_traceback, say, write_json
+from lowtide.core.units import format_bytes, format_rate, format_seconds
+from lowtide.emulator import Settings
+from lowtide.emulator import check as check_emulator
 from lowtide.errors import LowtideError
-from lowtide.memory.budget import BudgetLike, parse_budget
+from lowtide.memory.budget import BudgetLike
+
+_CAPACITY = "2GiB"
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("--budget", required=True, metavar="B", help="Tensor memory: 2GiB, auto, or cpu=2GiB,disk=40GiB.")
+@click.option("--budget", metavar="B", help="Tensor memory: 2GiB, auto, or cpu=2GiB,disk=40GiB.")
 @click.option("--spill", multiple=True, metavar="DIR", help="Where to spill; repeat it to stripe over several disks.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option(
@@ -26,16 +38,20 @@ from lowtide.memory.budget import BudgetLike, parse_budget
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics to FILE."
 )
+@click.option("--emulate", metavar="PRESET", help="Add the simulated device 'sim', with this GPU's link.")
+@click.option("--capacity", metavar="BYTES", help="Its memory, and the budget unless that is stated; with --emulate.")
 @click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
     *,
-    budget: str,
+    budget: str | None,
     spill: tuple[str, ...],
     policy: str,
     verify: bool,
     json_path: Path | None,
+    emulate: str | None,
+    capacity: str | None,
     quiet: bool,
     script: Path,
     args: tuple[str, ...],
@@ -48,19 +64,37 @@ def command(
     Examples:
       lowtide run --budget 2GiB train.py --epochs 3
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
-      lowtide run --budget cpu=2GiB,disk=40GiB --spill /disk1 --spill /disk2 train.py
+      lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
+      lowtide run --emulate v100 --capacity 2GiB train.py
     """
+    if emulate is None and capacity is not None:
+        raise click.UsageError("--capacity is the simulated device's memory: name a preset with --emulate as well")
+    if emulate is not None:
+        capacity = capacity or _CAPACITY
+        check_emulator(capacity, preset=emulate)
+        budget = budget or f"device={capacity}"
+    if budget is None:
+        raise click.UsageError("Missing option '--budget'.")
     wanted = read_budget(budget)
-    # run_script reads "auto" again when the script's own imports have taken their memory; here it must only be sane.
-    checked = parse_budget(wanted)
     check_script(script)
-    check_spill(spill)
+    where = spill_locations(spill)
+    check_spill(where)
     check_policy(policy)
     check_output(json_path)
+    warn_of_memory(where)
+    if quiet:
+        from lowtide.memory.native import build_quietly
+
+        build_quietly()
+    if emulate is not None:
+        from lowtide.emulator import enable
+
+        emulator = enable(str(capacity), preset=emulate)
+        if not quiet:
+            say(told(emulator.settings, emulate))
+    wanted, size = settle_auto(wanted)
     if not quiet:
-        where = ", ".join(spill) or "the default directory"
-        size = "auto, now " if "auto" in budget else ""
-        _say(f"budget {size}{format_bytes(checked.fast_bytes)}, spill to {where}, policy {policy}{', verify' * verify}")
+        say(f"budget {size}, spill to {', '.join(where)}, policy {policy}{', verify' * verify}")
     stats = _run(
         script,
         list(args),
@@ -75,10 +109,16 @@ def command(
         write_json(json_path, stats)
     if not quiet:
         for line in summary(stats):
-            _say(line)
+            say(line)
     code = stats.get("exit_code", 0)
     assert isinstance(code, int)
     return code
+
+
+def told(settings: Settings, name: str) -> str:
+    """Return the line that says what is emulated."""
+    h2d, d2h = format_rate(settings.h2d_bytes_per_s), format_rate(settings.d2h_bytes_per_s)
+    return f"device 'sim' of {format_bytes(settings.capacity_bytes)}, link as {name}'s: {h2d} to it, {d2h} from it"
 
 
 def _run(
@@ -99,14 +139,18 @@ def _run(
 def summary(stats: Mapping[str, Any]) -> list[str]:
     """Return the lines that tell a person how the run went."""
     stalled = f"stalled {format_seconds(stats['stall_s'])} in all"
-    times = f"{stats['steps']} steps at {format_seconds(stats['step_s'])}, {stalled}"
+    if stats["steps"]:
+        steps = f"{stats['steps']} step{'s' * (stats['steps'] != 1)} at {format_seconds(stats['step_s'])}, {stalled}"
+    else:
+        steps = "no optimizer step was seen: nothing was planned, tensors moved only when memory ran short"
+        steps += f"; {stalled}" if stats["stall_s"] else ""
     peak = f"peak {format_bytes(stats['peak_bytes'])} of {format_bytes(stats['budget_bytes'])}"
+    if not stats.get("budget_exact", True):
+        peak += f" ({ADVISORY})"
+        if stats.get("over_budget_bytes"):
+            peak += f", {format_bytes(stats['over_budget_bytes'])} over the budget"
     moved = f"swapped out {format_bytes(stats['swapped_out_bytes'])}, in {format_bytes(stats['swapped_in_bytes'])}"
-    lines = [f"{times}; {peak}; {moved}"]
+    lines = [steps, f"{peak}; {moved}"]
     if stats.get("unmanaged"):
-        lines.append(f"not managed: {stats['unmanaged']}")
+        lines.append(f"not managed: {', '.join(f'{what} ({count})' for what, count in stats['unmanaged'].items())}")
     return lines
-
-
-def _say(text: str) -> None:
-    print(f"lowtide: {text}", file=sys.stderr, flush=True)

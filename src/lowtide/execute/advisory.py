@@ -3,139 +3,51 @@
 PyTorch's own allocator is used, so nothing can refuse an allocation: the budget is compared with what is accounted for,
 the tensors that exist between steps plus the saved storages in fast memory, whenever autograd saves or asks back.
 Operators' scratch memory and gradients in the making are not seen, which is why the budget is only advisory.
-
-Note [Ends]: a record lives as long as something refers to it, a pack or a transfer under way; no count is kept. Packs
-are closed by the garbage collector, on any thread and inside any of our own critical sections, so `close_pack` takes no
-lock: it pops a dictionary entry, and a record whose last reference that was frees its memory at once and appends to a
-queue. Only `_collect_ends`, under the lock, does the bookkeeping.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import gc
 import itertools
 import os
-import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.log import Event as Logged
-from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillCorrupted, SpillError, SpillFull
-from lowtide.execute.backend import Log, Packed, Usage
+from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillError, SpillFull
+from lowtide.execute.advisory_memory import AccountedMemory
+from lowtide.execute.advisory_records import End, Move, Pack, Record, Storage, can_tell_holders, unreadable
+from lowtide.execute.backend import AskedByAllocator, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.execute.residency import Residence
 from lowtide.execute.segments import SegmentLog
-from lowtide.tiers.extents import Extent
 from lowtide.tiers.medium import Medium
-from lowtide.tiers.store import ThreadStore, Transfer
+from lowtide.tiers.store import ThreadStore
 
 _WAIT_S = 0.2  # how often a wait looks up to let Ctrl-C through
-# Looking for tensors visits every object of the process: after the first steps, only while it takes this share of time.
-_SCAN_SHARE = 0.01
-_SCANS_AT_LEAST = 3
 
-# torch leaves these two untyped.
-_Storage: Any = torch.UntypedStorage
-_WeakRef: Any = StorageWeakRef
-# Builds of torch before 2.8 have it only with CUDA.
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-# What `_Record.holders` says of a storage that only its record holds: measured below, as nothing promises it.
-_ALONE: tuple[int, int] | None = None
 _open_backends: weakref.WeakSet[AdvisoryBackend] = weakref.WeakSet()
 _warned = threading.Event()
 
 
-class _End(NamedTuple):
-    """What is left of a record: the fast bytes it took, its extent, and its storage, weakly, if somebody holds that."""
-
-    number: int
-    fast_bytes: int
-    extent: Extent | None
-    held: Any
-
-
-class _Record:
-    """A storage that autograd saved. `storage` is torch's one Python object for it (None: it is not in fast memory)."""
-
-    def __init__(self, number: int, storage: torch.UntypedStorage, *, ends: deque[_End], log: SegmentLog) -> None:
-        self.number = number
-        self.storage: torch.UntypedStorage | None = storage
-        self.cdata: int = storage._cdata
-        self.nbytes = storage.nbytes()
-        self.state = Residence.RESIDENT
-        self.extent: Extent | None = None
-        self.error: OSError | None = None
-        self.wanted = False  # asked for while leaving: stays when the write lands
-        self.handed_out = False  # since it was last written
-        self.ends = ends
-        self.log = log
-
-    def is_alone(self) -> bool:
-        """Tell whether nobody else can reach the bytes: they may leave, and nobody changes them meanwhile (R1)."""
-        return self.storage is not None and self.holders() == _ALONE
-
-    def holders(self) -> tuple[int, int]:
-        """Return how many hold the storage in C++ (tensors, and its Python object once) and in Python."""
-        assert _use_count is not None, "no backend is made where it is missing"
-        return _use_count(self.cdata), sys.getrefcount(self.storage)
-
-    def __del__(self) -> None:
-        held = None
-        if self.is_alone():
-            self.log.add(Logged.FREE, self.number, self.nbytes)
-        elif self.storage is not None:
-            held = _WeakRef(self.storage)
-        self.log.add(Logged.GONE, self.number, self.storage is None, self.nbytes)
-        self.ends.append(_End(self.number, 0 if self.storage is None else self.nbytes, self.extent, held))
-
-
-if _use_count is not None:
-    _ALONE = _Record(0, _Storage(1), ends=deque(), log=SegmentLog()).holders()
-
-
-@dataclass(frozen=True, slots=True)
-class _Pack:
-    """A saved tensor. `probe` shares its version counter and nothing else: no bytes."""
-
-    record: _Record
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    probe: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A transfer under way; it keeps the memory it moves alive through its record."""
-
-    record: _Record
-    transfer: Transfer
-    is_write: bool
-
-
-class AdvisoryBackend:
+class AdvisoryBackend(AskedByAllocator):
     """Fast memory is whatever PyTorch allocates, compared with a budget; see `Backend` for the contract.
 
     `over_budget_bytes` is the most by which the budget was passed where nothing more could leave.
     """
 
     exact_budget = False
+    device = torch.device("cpu")
     refusals = 0
 
     def __init__(self, medium: Medium, *, verify: bool, reason: str) -> None:
-        if _use_count is None:
+        if not can_tell_holders():
             raise NativeUnavailable(f"{reason}; without the native part torch 2.8 or later is needed: install either")
         self._pid = os.getpid()
         if any(other._pid == self._pid for other in _open_backends):
@@ -143,35 +55,25 @@ class AdvisoryBackend:
         if not _warned.is_set():
             _warned.set()
             warnings.warn(
-                f"lowtide: {reason}. So the budget is only advisory: saved tensors are accounted for in Python, "
-                "PyTorch's own allocator is used, and operators may pass the budget. To have it enforced, install g++; "
-                "see `lowtide doctor`",
+                f"lowtide: {reason}. Until then the budget is only advisory: saved tensors are accounted for in "
+                "Python, PyTorch's own allocator is used, and operators may pass the budget; see `lowtide doctor`",
                 RuntimeWarning,
-                stacklevel=5,  # the caller of lowtide.fit
+                stacklevel=6,  # the caller of lowtide.fit
             )
         self.over_budget_bytes = 0
         self._lock = threading.RLock()  # never held while anything waits, nor while `on_pressure` runs
         self._store = ThreadStore(medium, verify=verify)
-        self._budget_bytes: int | None = None
         self._on_pressure: Callable[[int], int] = lambda _need_bytes: 0
         self._log = SegmentLog()
-        self._ends: deque[_End] = deque()
-        self._happened: deque[Event] = deque()
-        self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
-        self._by_storage: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
-        self._packs: dict[int, _Pack] = {}
-        self._moves: dict[int, _Move] = {}
-        self._watched: dict[int, None] = {}
         self._numbers = itertools.count(1)
+        self._memory = AccountedMemory(log=self._log, numbers=self._numbers, on_end=self._ended)
+        self._records, self._by_storage = self._memory.records, self._memory.by_storage
+        self._packs: dict[int, Pack] = {}
+        self._moves: dict[int, Move] = {}
+        self._watched: dict[int, None] = {}
+        self._happened: deque[Event] = deque()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
-        self._foreign: dict[int, tuple[Any, int]] = {}  # storages that are no records: weak references and bytes
-        self._static_bytes = 0  # of those
-        self._record_bytes = 0  # of records in fast memory, whichever way they are going
-        self._peak_bytes = 0
         self._stall_s = 0.0
-        self._scans = 0
-        self._scan_s = 0.0
-        self._opened_s = time.perf_counter()
         self._write_error = ""
         self._said_kept = False
         _open_backends.add(self)
@@ -187,7 +89,7 @@ class AdvisoryBackend:
                 needed_bytes=static_bytes,
                 op="the tensors that exist before the first step",
             )
-        self._budget_bytes = budget_bytes
+        self._memory.budget_bytes = budget_bytes
         self._on_pressure = on_pressure
 
     def forget_freed(self) -> None:
@@ -195,37 +97,13 @@ class AdvisoryBackend:
 
     def refresh_static(self) -> None:
         self._warn()
-        now_s = time.perf_counter()
-        if self._scans < _SCANS_AT_LEAST or self._scan_s < _SCAN_SHARE * (now_s - self._opened_s):
-            found = _storages_of_process()
-            with self._lock:
-                self._collect_ends()
-                self._foreign = {cdata: entry for cdata, entry in found.items() if cdata not in self._by_storage}
-            self._scans += 1
-            self._scan_s += time.perf_counter() - now_s
+        found = self._memory.static.find_if_due()
         with self._lock:
-            self._count_static()
-
-    def _count_static(self) -> None:
-        self._foreign = {cdata: entry for cdata, entry in self._foreign.items() if not entry[0].expired()}
-        self._static_bytes = sum(nbytes for _, nbytes in self._foreign.values())
-        self._raise_peak()
-
-    def _live_bytes(self) -> int:
-        self._collect_ends()
-        return self._static_bytes + self._record_bytes
-
-    def _raise_peak(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+            self._memory.count_static(found)
 
     def _lacking_bytes(self, extra_bytes: int) -> int:
-        """Return by how much the budget would be passed with `extra_bytes` more."""
         with self._lock:
-            if self._budget_bytes is None:
-                return 0
-            if self._live_bytes() + extra_bytes > self._budget_bytes:
-                self._count_static()  # some of it may have gone since
-            return self._live_bytes() + extra_bytes - self._budget_bytes
+            return self._memory.lacking_bytes(extra_bytes)
 
     def _make_room(self, extra_bytes: int) -> None:
         """Let records leave until `extra_bytes` fit beside the rest; where that cannot be, go on and keep count."""
@@ -239,12 +117,12 @@ class AdvisoryBackend:
 
     def usage(self) -> Usage:
         with self._lock:
-            live_bytes = self._live_bytes()
+            live_bytes = self._memory.live_bytes()
             return Usage(
                 live_bytes=live_bytes,
-                peak_bytes=self._peak_bytes,
+                peak_bytes=self._memory.peak_bytes,
                 reserved_bytes=live_bytes,
-                peak_reserved_bytes=self._peak_bytes,
+                peak_reserved_bytes=self._memory.peak_bytes,
                 stall_s=self._stall_s,
                 written_bytes=self._store.written_bytes,
                 read_bytes=self._store.read_bytes,
@@ -252,11 +130,9 @@ class AdvisoryBackend:
 
     def too_small(self) -> BudgetTooSmall:
         """Return how far the budget was passed: nothing is ever refused here."""
-        budget_bytes = self._budget_bytes or 0
-        needed_bytes = budget_bytes + self.over_budget_bytes
-        return BudgetTooSmall(
-            budget_bytes=budget_bytes, needed_bytes=needed_bytes, op="the step", detail=self._write_error
-        )
+        budget_bytes = self._memory.budget_bytes or 0
+        needed = budget_bytes + self.over_budget_bytes
+        return BudgetTooSmall(budget_bytes=budget_bytes, needed_bytes=needed, op="the step", detail=self._write_error)
 
     # ---- saved tensors ----
 
@@ -273,27 +149,15 @@ class AdvisoryBackend:
             record = self._by_storage.get(tensor.untyped_storage()._cdata)
             is_new = record is None
             if record is None:
-                record = self._new_record(tensor.untyped_storage())
+                record = self._memory.new_record(tensor.untyped_storage())
+                self._watched[record.number] = None
             pack = next(self._numbers)
             offset = int(tensor.storage_offset())
-            self._packs[pack] = _Pack(record, tensor.size(), tensor.stride(), offset, probe)
+            self._packs[pack] = Pack(record, tensor.size(), tensor.stride(), offset, probe)
             self._log.add(Logged.PACK, record.number, record.number, record.nbytes)
         if is_new:
             self._make_room(0)
         return Packed(pack, record.number, is_new, record.nbytes, tensor._version)
-
-    def _new_record(self, storage: torch.UntypedStorage) -> _Record:
-        record = _Record(next(self._numbers), storage, ends=self._ends, log=self._log)
-        known = self._foreign.pop(record.cdata, None)
-        if known is not None:
-            self._static_bytes -= known[1]
-        else:
-            self._log.add(Logged.ALLOC, record.number, record.nbytes)
-        self._records[record.number] = self._by_storage[record.cdata] = record
-        self._watched[record.number] = None
-        self._record_bytes += record.nbytes
-        self._raise_peak()
-        return record
 
     def _empty_of(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._empty:
@@ -316,20 +180,20 @@ class AdvisoryBackend:
         made.data = view
         return made
 
-    def _hand_out(self, record: _Record) -> None:
+    def _hand_out(self, record: Record) -> None:
         """Count a record as never written: whoever gets it may change it without autograd noticing (`x.data`)."""
         record.handed_out = True
         if record.state is Residence.CLEAN:
             self._forget_copy(record)
 
-    def _forget_copy(self, record: _Record) -> None:
+    def _forget_copy(self, record: Record) -> None:
         record.state = Residence.RESIDENT
         if record.extent is not None:
             self._store.free(record.extent)
             record.extent = None
 
     def close_pack(self, pack: int) -> None:
-        self._packs.pop(pack, None)  # see Note [Ends]
+        self._packs.pop(pack, None)  # see Note [Ends] of advisory_records
 
     def watch(self, record: int) -> None:
         with self._lock:
@@ -338,7 +202,7 @@ class AdvisoryBackend:
     def events(self) -> list[Event]:
         with self._lock:
             self._settle_moves()
-            self._collect_ends()
+            self._memory.collect_ends()
             for number in list(self._watched):
                 record = self._records.get(number)
                 if record is None:
@@ -351,16 +215,10 @@ class AdvisoryBackend:
             self._happened.clear()
             return events
 
-    def _collect_ends(self) -> None:
-        while self._ends:
-            end = self._ends.popleft()
-            self._record_bytes -= end.fast_bytes
-            if end.held is not None and end.held.cdata not in self._foreign:
-                self._foreign[end.held.cdata] = (end.held, end.fast_bytes)
-                self._static_bytes += end.fast_bytes
-            if end.extent is not None:
-                self._store.free(end.extent)
-            self._happened.append(Gone(end.number))
+    def _ended(self, end: End) -> None:
+        if end.extent is not None:
+            self._store.free(end.extent)
+        self._happened.append(Gone(end.number))
 
     # ---- transfers ----
 
@@ -370,12 +228,12 @@ class AdvisoryBackend:
             if found is None or not self._is_open or found.state is not Residence.RESIDENT or not found.is_alone():
                 return False
             try:
-                found.extent, transfer = self._store.put(_memory_of(found, nbytes))
+                found.extent, transfer = self._store.put(found.memory(nbytes))
             except SpillFull as full:
                 self._write_error = str(full)
                 raise
             found.state, found.wanted, found.handed_out = Residence.LEAVING, False, False
-            self._moves[record] = _Move(found, transfer, is_write=True)
+            self._moves[record] = Move(found, transfer, is_write=True)
             return True
 
     def keep(self, record: int) -> bool:
@@ -390,7 +248,7 @@ class AdvisoryBackend:
             found = self._records.get(record)
             if found is None or found.state is not Residence.CLEAN or not found.is_alone():
                 return False
-            self._give_up(found)
+            self._memory.give_up(found)
             return True
 
     def prefetch(self, record: int) -> bool:
@@ -416,25 +274,16 @@ class AdvisoryBackend:
         if move is not None:
             self._wait_for(move)
         if found is not None and found.state is Residence.AWAY and found.error is not None:
-            raise self._read_error(found.nbytes, found.error)
+            raise unreadable(found.nbytes, found.error, tier=self._store.medium.name)
 
-    def _read(self, record: _Record) -> None:
+    def _read(self, record: Record) -> None:
         assert record.extent is not None, f"record {record.number} is away, but nowhere"
         if not self._is_open:
-            raise self._read_error(record.nbytes, SpillError(errno.ESTALE, "the tide was closed before backward ran"))
-        storage = _Storage(record.nbytes, device="cpu")
-        record.storage, record.cdata = storage, storage._cdata
-        record.state, record.error = Residence.ARRIVING, None
-        transfer = self._store.get(record.extent, _memory_of(record, record.nbytes))
-        self._by_storage[record.cdata] = record
-        self._moves[record.number] = _Move(record, transfer, is_write=False)
-        self._record_bytes += record.nbytes
-        self._raise_peak()
-
-    def _give_up(self, record: _Record) -> None:
-        self._by_storage.pop(record.cdata, None)
-        record.storage, record.state = None, Residence.AWAY
-        self._record_bytes -= record.nbytes
+            cause = SpillError(errno.ESTALE, "the tide was closed before backward ran")
+            raise unreadable(record.nbytes, cause, tier=self._store.medium.name)
+        self._memory.take_back(record, Storage(record.nbytes, device="cpu"))
+        transfer = self._store.get(record.extent, record.memory(record.nbytes))
+        self._moves[record.number] = Move(record, transfer, is_write=False)
 
     def _wait_for_any(self) -> bool:
         """Wait for a transfer, a write if there is one; return False if none is under way."""
@@ -444,7 +293,7 @@ class AdvisoryBackend:
             self._wait_for(moves[0])
         return bool(moves)
 
-    def _wait_for(self, move: _Move) -> None:
+    def _wait_for(self, move: Move) -> None:
         start_ns = time.perf_counter_ns()
         while not move.transfer.wait(_WAIT_S):
             pass
@@ -459,7 +308,7 @@ class AdvisoryBackend:
             del self._moves[move.record.number]
             self._happened.append(self._written(move) if move.is_write else self._arrived(move))
 
-    def _written(self, move: _Move) -> Event:
+    def _written(self, move: Move) -> Event:
         record, error = move.record, move.transfer.error
         if error is not None:
             assert record.extent is not None, "a put that failed still owns its extent"
@@ -474,23 +323,16 @@ class AdvisoryBackend:
         if record.wanted or not record.is_alone():
             record.state = Residence.CLEAN
             return Written(record.number, resident=True)
-        self._give_up(record)
+        self._memory.give_up(record)
         return Written(record.number, resident=False)
 
-    def _arrived(self, move: _Move) -> Event:
+    def _arrived(self, move: Move) -> Event:
         record, record.error = move.record, move.transfer.error
         if record.error is not None:
-            self._give_up(record)
+            self._memory.give_up(record)
             return ReadFailed(record.number)
         record.state = Residence.CLEAN
         return Arrived(record.number)
-
-    def _read_error(self, nbytes: int, cause: OSError) -> SpillError:
-        what = f"{format_bytes(nbytes)} saved for backward"
-        place = f"tier '{self._store.medium.name}'"
-        if isinstance(cause, SpillCorrupted):
-            return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
-        return SpillError(cause.errno or errno.EIO, f"{what} cannot be read back from {place}: {cause}")
 
     def _warn(self) -> None:
         """Warn of the first write that failed. Only called where an exception, which a warning may be, does no harm."""
@@ -530,7 +372,7 @@ class AdvisoryBackend:
     def close(self, *, bring_back: bool = True) -> None:
         if os.getpid() != self._pid or not self._is_open:
             return  # a forked child has no threads; the spill is its parent's
-        self._budget_bytes = None
+        self._memory.budget_bytes = None
         for number in list(self._records):
             self.keep(number)
         try:
@@ -554,35 +396,3 @@ class AdvisoryBackend:
                 failure = error
         if failure is not None:
             raise failure
-
-
-def _memory_of(record: _Record, nbytes: int) -> memoryview:
-    """Return the record's bytes; the view keeps nothing alive, so that it does not count as a holder."""
-    assert record.storage is not None, f"record {record.number} is not in memory"
-    return memoryview((ctypes.c_char * nbytes).from_address(record.storage.data_ptr())).cast("B")
-
-
-def _storages_of_process() -> dict[int, tuple[Any, int]]:
-    """Return every storage in DRAM that a Python object leads to: parameters, gradients, what the optimizer keeps."""
-    found: dict[int, tuple[Any, int]] = {}
-    kinds = {torch.Tensor, *_subclasses(torch.Tensor)}
-    # By its type: to ask an object for its class may run whatever code it has.
-    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
-        try:
-            gradient = thing.grad if thing.is_leaf and thing.requires_grad else None
-            for tensor in (thing, gradient):
-                if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                    continue
-                storage = tensor.untyped_storage()
-                if storage.data_ptr():
-                    found[storage._cdata] = (_WeakRef(storage), storage.nbytes())
-        except (RuntimeError, NotImplementedError):
-            continue  # a tensor without memory of its own: fake, meta, a wrapper
-    return found
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    subclass: type
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

@@ -8,21 +8,32 @@ from pathlib import Path
 
 from lowtide.errors import NativeUnavailable
 from lowtide.memory.native.bindings import Native
-from lowtide.memory.native.build import build, compiler, library_path
+from lowtide.memory.native.build import build, build_quietly, compiler, library_path
 
-__all__ = ["Native", "load", "status"]
+__all__ = ["Native", "build_quietly", "load", "status"]
+
+
+def load() -> Native:
+    """Return the native part, building it first if need be. Raises NativeUnavailable with the reason."""
+    found = _tried()
+    if isinstance(found, Native):
+        return found
+    raise NativeUnavailable(found)
 
 
 @cache
-def load() -> Native:
-    """Return the native part, building it first if need be. Raises NativeUnavailable with the reason."""
+def _tried() -> Native | str:
+    """Return the native part or why there is none; once, because a build that fails takes as long as one that works."""
     import torch
 
-    path = build(Path(torch.__file__).parent, torch.__version__, torch.compiled_with_cxx11_abi())
+    try:
+        path = build(Path(torch.__file__).parent, torch.__version__, torch.compiled_with_cxx11_abi())
+    except NativeUnavailable as error:
+        return str(error)
     try:
         return Native(path)
     except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"cannot load {path.name}: {error}") from error
+        return f"{path} cannot be loaded ({error}): remove it to have it built anew"
 
 
 def status() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Builds the native part with one g++ call into a cache, once for each Python, torch and source."""
+"""Builds native libraries with one g++ call into a cache, once for each Python, torch and source."""
 
 from __future__ import annotations
 
@@ -9,12 +9,47 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import NativeUnavailable
 
-SOURCES = ("budget.cpp", "mover.cpp", "observe.cpp")
-HEADERS = ("lowtide.h",)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """A shared library of this package: `name` is its file's, `title` what messages call it."""
+
+    name: str
+    title: str
+    directory: Path
+    sources: tuple[str, ...]
+    headers: tuple[str, ...] = ()
+
+
+NATIVE = Library(
+    name="liblowtide.so",
+    title="the native part",
+    directory=Path(__file__).parent,
+    sources=("budget.cpp", "mover.cpp", "observe.cpp"),
+    headers=("lowtide.h",),
+)
+
+# Words of a failed compiler, and what helps; the first that fits is said.
+_REMEDIES = (
+    ("Python.h", "install Python's headers (Debian: apt-get install python3-dev)"),
+    ("-std=c++20", "install a compiler that knows C++20, such as g++ 10 or later, or name one in CXX"),
+    ("No space left", "free some space in the temporary directory, or set TMPDIR to another one"),
+)
+_OTHER_REMEDY = "install g++ 10 or later, or name another compiler in CXX"
+
+_announced: set[str] = set()
+_quiet = False
+
+
+def build_quietly() -> None:
+    """Say nothing when something is built from here on, for whoever asked for silence."""
+    global _quiet
+    _quiet = True
 
 
 def cache_dir() -> Path:
@@ -32,39 +67,56 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def library_path(torch_version: str) -> Path:
-    """Return where the library for this Python, torch and source belongs."""
-    here = Path(__file__).parent
+def library_path(torch_version: str, library: Library = NATIVE) -> Path:
+    """Return where a library for this Python, torch and source belongs."""
     digest = hashlib.sha256()
-    for name in (*SOURCES, *HEADERS, Path(__file__).name):
-        digest.update((here / name).read_bytes())
+    for path in (*(library.directory / name for name in (*library.sources, *library.headers)), Path(__file__)):
+        digest.update(path.read_bytes())
     digest.update(f"{torch_version} {sys.implementation.cache_tag} {sysconfig.get_platform()}".encode())
-    return cache_dir() / "native" / digest.hexdigest()[:16] / "liblowtide.so"
+    return cache_dir() / "native" / digest.hexdigest()[:16] / library.name
 
 
-def build(torch_dir: Path, torch_version: str, cxx11_abi: bool) -> Path:
+def build(torch_dir: Path, torch_version: str, cxx11_abi: bool, library: Library = NATIVE) -> Path:
     """Return the built library, building it first where it is not in the cache yet."""
-    target = library_path(torch_version)
+    target = library_path(torch_version, library)
     if target.exists():
         return target
     if sys.platform != "linux":
-        raise NativeUnavailable(f"the native part needs Linux (mremap), this is {sys.platform}")
+        raise NativeUnavailable(f"{library.title} needs Linux (mremap), this is {sys.platform}: train on Linux")
     cxx = compiler()
     if cxx is None:
-        raise NativeUnavailable("no C++ compiler found: install g++ (Debian: apt-get install g++) or set CXX")
+        raise NativeUnavailable(_no_compiler())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
-            _compile(cxx, made, torch_dir, cxx11_abi)
+            _announce(library)
+            _compile(library, cxx, made, torch_dir, cxx11_abi)
             made.replace(target)  # whole or not at all, whoever else builds it now
     except OSError as error:
-        raise NativeUnavailable(f"cannot build into {target.parent}: {error.strerror}; set LOWTIDE_CACHE") from error
+        raise NativeUnavailable(
+            f"{library.title} cannot be built into {target.parent} ({error.strerror or error}): "
+            "make that writable, or set LOWTIDE_CACHE to a directory that is"
+        ) from error
     return target
 
 
-def _compile(cxx: str, made: Path, torch_dir: Path, cxx11_abi: bool) -> None:
-    here = Path(__file__).parent
+def _no_compiler() -> str:
+    if stated := os.environ.get("CXX"):
+        return f"no C++ compiler found: CXX names {stated}, which does not exist: correct it, or unset it to use g++"
+    return "no C++ compiler found: install g++ (Debian: apt-get install g++), or name a compiler in CXX"
+
+
+def _announce(library: Library) -> None:
+    """Say why nothing happens for a while, once for each library."""
+    if _quiet or library.name in _announced:
+        return
+    _announced.add(library.name)
+    sys.stderr.write(f"lowtide: building {library.title}, once (about 15 s)\n")
+    sys.stderr.flush()
+
+
+def _compile(library: Library, cxx: str, made: Path, torch_dir: Path, cxx11_abi: bool) -> None:
     command = [
         cxx,
         "-std=c++20",
@@ -76,15 +128,23 @@ def _compile(cxx: str, made: Path, torch_dir: Path, cxx11_abi: bool) -> None:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}",
         f"-isystem{torch_dir / 'include'}",
         f"-isystem{sysconfig.get_paths()['include']}",
-        *(str(here / name) for name in SOURCES),
+        *(str(library.directory / name) for name in library.sources),
         "-o",
         str(made),
         f"-L{torch_dir / 'lib'}",
         "-lc10",
         "-ltorch_cpu",
     ]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"{cxx} cannot be run ({error.strerror or error}): correct CXX, or unset it to use g++"
+        ) from error
     if run.returncode != 0:
         errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines()
         first = errors[0] if errors else f"exit code {run.returncode}"
-        raise NativeUnavailable(f"{Path(cxx).name} could not build the native part: {first}")
+        remedy = next((remedy for words, remedy in _REMEDIES if words in first), _OTHER_REMEDY)
+        raise NativeUnavailable(f"{Path(cxx).name} could not build {library.title} ({first.strip()}): {remedy}")
+    if not made.exists():
+        raise NativeUnavailable(f"{Path(cxx).name} said that it built {library.title}, but did not: {_OTHER_REMEDY}")
