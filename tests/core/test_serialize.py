@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from lowtide.core import serialize
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import Plan, Problem
-from lowtide.core.trace import Trace
+from lowtide.core.plan import Problem, Recompute, Swap
+from lowtide.core.timeline import Lane, Span, Timeline
+from lowtide.core.trace import Gap, Trace
 from lowtide.errors import TraceError
 from lowtide.plan.policies.auto import Auto
 from lowtide.testing.traces import chain_trace, links, problems, residual_trace, traces
 
 TRACE = replace(residual_trace(3), model="résnet", torch_version="2.x")
+TRACE = replace(TRACE, ops=tuple(replace(op, flops=3e9 * k) for k, op in enumerate(TRACE.ops)))
 MACHINE = Machine(
     name="box",
     links={
@@ -29,11 +31,46 @@ MACHINE = Machine(
         "null": Link(write_bytes_per_s=math.inf, read_bytes_per_s=math.inf),
     },
     source="measured",
+    flops_per_s=1.4e13,
+    memory_bytes_per_s=9e11,
+    capacity_bytes=16 << 30,
+    page_bytes=4096,
+    page_fault_s=2e-5,
 )
 PLAN = Auto().plan(Problem(trace=TRACE, machine=MACHINE, budget_bytes=TRACE.peak_bytes // 2))
+GAP = Gap(storage=1, after_op=4, before_op=9)
+PLAN = replace(
+    PLAN,
+    swaps=(*PLAN.swaps, Swap(gap=GAP, fetch_op=7, tier="cpu", codec="zstd", landed_op=5, arrived_op=8)),
+    recomputes=(Recompute(gap=replace(GAP, storage=2), ops=(1, 2)), Recompute(gap=replace(GAP, storage=3), ops=())),
+    trials=12,
+)
+TIMELINE = Timeline(
+    policy="auto",
+    machine="box",
+    model="résnet",
+    budget_bytes=1 << 30,
+    step_s=0.1 + 0.2,
+    compute_s=0.2,
+    recompute_s=0.05,
+    stall_s=0.05,
+    peak_bytes=1 << 29,
+    reserved_peak_bytes=1 << 30,
+    moved_out_bytes=7,
+    moved_in_bytes=6,
+    spans=(
+        Span(lane=Lane.COMPUTE, start_s=0.0, end_s=0.1, op=0),
+        Span(lane=Lane.OUT, start_s=0.1, end_s=0.1 + 0.2, op=1, storage=3, nbytes=7, tier="spill", cause="plan"),
+        Span(lane=Lane.STALL, start_s=0.1, end_s=0.15, op=1, cause="room"),
+    ),
+    memory=((0.0, 5), (0.1, 12), (0.1, 3)),
+    notes=("a", "b"),
+    trials=3,
+)
+VALUES = (TRACE, MACHINE, PLAN, TIMELINE)
 
 
-def rewritten(value: Trace | Machine | Plan, change: Callable[[dict[str, Any]], None]) -> bytes:
+def rewritten(value: serialize.Saveable, change: Callable[[dict[str, Any]], None]) -> bytes:
     document = json.loads(gzip.decompress(serialize.dumps(value)))
     change(document)
     return gzip.compress(json.dumps(document).encode())
@@ -49,8 +86,8 @@ def refused(content: bytes) -> str:
     return message
 
 
-@pytest.mark.parametrize("value", [TRACE, MACHINE, PLAN], ids=lambda value: type(value).__name__)
-def test_a_saved_value_is_loaded_exactly(value: Trace | Machine | Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_saved_value_is_loaded_exactly(value: serialize.Saveable, tmp_path: Path) -> None:
     path = tmp_path / "file"
     serialize.save(value, path)
     assert serialize.load(path) == value
@@ -81,13 +118,61 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
         serialize.load_trace(path)
     with pytest.raises(TraceError, match="holds a plan, not a machine"):
         serialize.load_machine(path)
+    with pytest.raises(TraceError, match="holds a plan, not a timeline"):
+        serialize.load_timeline(path)
+    serialize.save(TIMELINE, path)
+    assert serialize.load_timeline(path) == TIMELINE
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_newer_version_is_refused_with_both_numbers(value: serialize.Saveable) -> None:
+    message = refused(rewritten(value, lambda document: document.update(version=7)))
+    assert "version 7" in message
+    current = 1 if isinstance(value, Timeline) else 2
+    assert f"version {current}: upgrade Lowtide" in message
+
+
+def as_version_1(value: serialize.Saveable, *, version: int) -> bytes:
+    """A file without what version 2 added, labelled with a version."""
+
+    def shrink(document: dict[str, Any]) -> None:
+        if isinstance(value, Trace):
+            document["ops"]["start_s"] = [op.start_s for op in value.ops]
+            del document["ops"]["flops"]
+        elif isinstance(value, Machine):
+            for name in ("flops_per_s", "memory_bytes_per_s", "capacity_bytes", "page_bytes", "page_fault_s"):
+                del document[name]
+        else:
+            del document["trials"], document["recomputes"], document["prediction"]["recompute_s"]
+            del document["swaps"]["landed_op"], document["swaps"]["arrived_op"]
+        document["version"] = version
+
+    return rewritten(value, shrink)
+
+
+def test_a_file_of_version_1_is_read_with_defaults_for_what_came_later() -> None:
+    old_trace = replace(TRACE, ops=tuple(replace(op, flops=0.0) for op in TRACE.ops))
+    assert serialize.loads(as_version_1(TRACE, version=1)) == old_trace
+    old_machine = Machine(name="box", links=MACHINE.links, source="measured")
+    assert serialize.loads(as_version_1(MACHINE, version=1)) == old_machine
+    assert PLAN.prediction is not None
+    assert serialize.loads(as_version_1(PLAN, version=1)) == replace(
+        PLAN,
+        swaps=tuple(replace(swap, landed_op=None, arrived_op=None) for swap in PLAN.swaps),
+        recomputes=(),
+        trials=0,
+        prediction=replace(PLAN.prediction, recompute_s=0.0),
+    )
 
 
 @pytest.mark.parametrize("value", [TRACE, MACHINE, PLAN], ids=lambda value: type(value).__name__)
-def test_a_newer_version_is_refused_with_both_numbers(value: Trace | Machine | Plan) -> None:
-    message = refused(rewritten(value, lambda document: document.update(version=7)))
-    assert "version 7" in message
-    assert "version 1: upgrade Lowtide" in message
+def test_a_file_of_version_2_without_what_came_with_it_is_damaged(value: serialize.Saveable) -> None:
+    assert "damaged" in refused(as_version_1(value, version=2))
+
+
+def test_starts_that_are_no_sums_of_durations_are_kept() -> None:
+    late = replace(TRACE, ops=(*TRACE.ops[:-1], replace(TRACE.ops[-1], start_s=99.0)))
+    assert serialize.loads(serialize.dumps(late)) == late
 
 
 def test_an_impossible_version_is_damage() -> None:
@@ -98,7 +183,7 @@ def test_an_impossible_version_is_damage() -> None:
 def test_what_is_no_lowtide_file_is_refused() -> None:
     for content in (b"", b"hello", gzip.compress(b"hello"), gzip.compress(b"[1]"), gzip.compress(b'{"format":"zip"}')):
         refused(content)
-    assert "trace, machine or plan" in refused(gzip.compress(b'{"format":"trace","version":1}'))
+    assert "trace, machine, plan or timeline" in refused(gzip.compress(b'{"format":"trace","version":1}'))
 
 
 @given(position=st.integers(0), bit=st.integers(0, 7))
@@ -122,7 +207,9 @@ def test_a_cut_file_is_refused(kept: int) -> None:
 DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a missing column": lambda d: d["ops"].pop("reads"),
     "a missing field": lambda d: d.pop("static_bytes"),
-    "columns of different lengths": lambda d: d["ops"]["start_s"].pop(),
+    "columns of different lengths": lambda d: d["ops"]["duration_s"].pop(),
+    "a negative duration": lambda d: d["ops"]["duration_s"].__setitem__(0, -1e-3),
+    "an endless duration": lambda d: d["ops"]["duration_s"].__setitem__(0, "inf"),
     "a storage that does not exist": lambda d: d["saves"]["storage"].__setitem__(0, 99),
     "a negative storage": lambda d: d["saves"]["storage"].__setitem__(0, -1),
     "an operand that does not exist": lambda d: d["ops"]["reads"].__setitem__(3, [99]),
@@ -151,6 +238,12 @@ def test_a_machine_or_plan_with_damage_is_refused() -> None:
     assert "damaged" in refused(rewritten(MACHINE, lambda d: d["links"]["spill"].pop("read_bytes_per_s")))
     assert "damaged" in refused(rewritten(PLAN, lambda d: d["swaps"]["fetch_op"].pop()))
     assert "damaged" in refused(rewritten(PLAN, lambda d: d["prediction"].update(step_s=None)))
+    assert "damaged" in refused(rewritten(PLAN, lambda d: d["recomputes"]["ops"].__setitem__(0, [1.5])))
+    assert "damaged" in refused(rewritten(PLAN, lambda d: d["recomputes"]["ops"].pop()))
+    assert "damaged" in refused(rewritten(TIMELINE, lambda d: d["spans"]["start"].__setitem__(0, 99)))
+    assert "damaged" in refused(rewritten(TIMELINE, lambda d: d["spans"]["lane"].__setitem__(0, "sideways")))
+    assert "damaged" in refused(rewritten(TIMELINE, lambda d: d["memory"]["at"].pop()))
+    assert "damaged" in refused(rewritten(TIMELINE, lambda d: d["moments"].__setitem__(0, None)))
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,3 +263,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 def test_a_long_trace_is_compact() -> None:
     trace = chain_trace(2000)
     assert len(serialize.dumps(trace)) < 30 * len(trace.ops)
+
+
+def test_a_long_timeline_is_compact() -> None:
+    spans = tuple(Span(lane=Lane.COMPUTE, start_s=k * 1.1e-3, end_s=(k + 1) * 1.1e-3, op=k) for k in range(4000))
+    timeline = replace(TIMELINE, spans=spans, memory=tuple((span.start_s, span.op << 20) for span in spans))
+    assert len(serialize.dumps(timeline)) < 30 * len(spans)

@@ -50,6 +50,11 @@ def real(value: object) -> float:
     return value
 
 
+def optional_real(value: object) -> float | None:
+    """Return a number or nothing."""
+    return None if value is None else real(value)
+
+
 def integers(value: object) -> tuple[int, ...]:
     """Return a list of integers."""
     return tuple(integer(item) for item in items(value))

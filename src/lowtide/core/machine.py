@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MACHINE_VERSION = 1
+MACHINE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine as the planner sees it: one fast memory and the links below it, by tier name."""
+    """A machine as the planner sees it: one fast memory and the links below it, by tier name.
+
+    `flops_per_s` and `memory_bytes_per_s` are what its compute reaches at best (None: not known), `capacity_bytes` its
+    fast memory, `page_bytes` and `page_fault_s` what a reactive pager moves at once and pays for each fault.
+    """
 
     name: str
     links: dict[str, Link]
     copy_bytes_per_s: float = 5e9
     source: str = "assumed"
+    flops_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
+    capacity_bytes: int | None = None
+    page_bytes: int = 2 << 20
+    page_fault_s: float = 0.0

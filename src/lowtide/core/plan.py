@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lowtide.core.machine import Machine
 from lowtide.core.trace import Gap, Trace
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,8 @@ class Problem:
     machine: Machine
     budget_bytes: int
     tier: str = "spill"
+    can_recompute: bool = False
+    """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +28,33 @@ class Swap:
 
     The write starts at the start of operator `gap.after_op`, or as soon as the link is free; the read starts at the
     start of operator `fetch_op` (`gap.after_op < fetch_op <= gap.before_op`; equal to `before_op`: fetched on demand).
+
+    Synchronous systems wait: operator `landed_op` begins only once the write has landed (`gap.after_op < landed_op <=
+    gap.before_op`), operator `arrived_op` only once the read has arrived (`fetch_op <= arrived_op <= gap.before_op`).
+    None: nobody waits for the write but who lacks its memory, nor for the read but `gap.before_op`.
     """
 
     gap: Gap
     fetch_op: int
     tier: str = "spill"
     codec: str = "identity"
+    landed_op: int | None = None
+    arrived_op: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Drop a gap's storage without a copy, and run operators again to have it back.
+
+    Its bytes are free when operator `gap.after_op` begins. Before operator `gap.before_op` begins, the operators `ops`
+    (ascending) run again for their recorded durations. What they read is in memory then, or made by an earlier one of
+    them; what they make besides the storages wanted back is freed after its last use among them. All recomputations
+    with one `before_op` are one: the union of their operators runs once. A gap may be a part of a trace's gap that
+    ends earlier: that is how a segment is recomputed at once and kept.
+    """
+
+    gap: Gap
+    ops: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +66,20 @@ class Prediction:
     stall_s: float
     moved_out_bytes: int
     moved_in_bytes: int
+    recompute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The decisions for one step; a gap that is not named is kept."""
+    """The decisions for one step; a gap that is not named is kept.
+
+    `trials` counts the steps the policy would have run (or simulated, if its paper does) to arrive at the plan.
+    """
 
     policy: str
     budget_bytes: int
     swaps: tuple[Swap, ...] = ()
+    recomputes: tuple[Recompute, ...] = ()
     prediction: Prediction | None = None
     notes: tuple[str, ...] = field(default=())
+    trials: int = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 class Phase(StrEnum):
@@ -45,7 +45,8 @@ class Op:
 
     `duration_s` is the operator's own time without waiting for transfers. `start_s` is the sum of the durations before
     it. `peak_bytes` is the highest number of live bytes between this operator's start and the next one's: its operands,
-    its scratch and everything else alive.
+    its scratch and everything else alive. `flops` are its floating-point operations (0: not known), from which its time
+    on another machine is estimated.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Op:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     module: str = ""
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from lowtide.core.plan import Plan, Problem
+
+
+class Runs(StrEnum):
+    """How a policy runs here, honestly."""
+
+    REAL = "real"
+    """`lowtide.fit(policy=...)` executes it."""
+    EMULATED = "emulated"
+    """Data really moves, but the hardware effect that sets the system apart is imitated."""
+    SIMULATED = "simulated"
+    """Its plans run in the simulator only."""
+    MODEL = "model"
+    """Only its decisions are modelled."""
+
+
+class Family(StrEnum):
+    """What a policy decides about."""
+
+    BASELINE = "baseline"
+    SWAP_OUT = "swap-out"
+    SWAP_IN = "swap-in"
+    JOINT = "joint"
+    RECOMPUTE = "recompute"
+    PLACEMENT = "placement"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """Where a policy comes from. `reconstructed` says what its paper leaves open and was filled in here."""
+
+    family: Family
+    runs: tuple[Runs, ...]
+    paper: str = ""
+    reconstructed: str = ""
 
 
 class View(Protocol):

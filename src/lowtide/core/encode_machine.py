@@ -1,0 +1,57 @@
+"""Machines as JSON documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.core.columns import plain
+from lowtide.core.fields import Fields, integer, optional_integer, optional_real, real, text, truth
+from lowtide.core.machine import Link, Machine
+
+_LINK_REALS = ("write_bytes_per_s", "read_bytes_per_s", "write_latency_s", "read_latency_s")
+_PLAIN = (
+    "name",
+    "source",
+    "copy_bytes_per_s",
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "capacity_bytes",
+    "page_bytes",
+    "page_fault_s",
+)
+
+
+def encode_machine(machine: Machine) -> dict[str, Any]:
+    """Return the document of a machine."""
+    return {
+        **{name: plain(getattr(machine, name)) for name in _PLAIN},
+        "links": {
+            tier: {**{name: plain(getattr(link, name)) for name in _LINK_REALS}, "duplex": link.duplex}
+            for tier, link in machine.links.items()
+        },
+    }
+
+
+def decode_machine(fields: Fields, version: int) -> Machine:
+    """Return the machine that a document of this version holds."""
+    links = fields.object("links")
+    later: dict[str, Any] = {}
+    if version >= 2:
+        later = {
+            "flops_per_s": fields.get("flops_per_s", optional_real),
+            "memory_bytes_per_s": fields.get("memory_bytes_per_s", optional_real),
+            "capacity_bytes": fields.get("capacity_bytes", optional_integer),
+            "page_bytes": fields.get("page_bytes", integer),
+            "page_fault_s": fields.get("page_fault_s", real),
+        }
+    return Machine(
+        name=fields.get("name", text),
+        copy_bytes_per_s=fields.get("copy_bytes_per_s", real),
+        source=fields.get("source", text),
+        links={tier: _decode_link(links.object(tier)) for tier in links.names()},
+        **later,
+    )
+
+
+def _decode_link(fields: Fields) -> Link:
+    return Link(**{name: fields.get(name, real) for name in _LINK_REALS}, duplex=fields.get("duplex", truth))
