@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.core.machine import Link, Machine
+from lowtide.core.machine import MACHINE_VERSION, Link, Machine
 from lowtide.errors import TraceError
 from lowtide.estimate.calibrate import (
     Compute,
@@ -168,7 +168,7 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
 def test_impossible_machines_are_refused() -> None:
     values = machine_to_dict(MACHINE)
     with pytest.raises(TraceError, match="run 'lowtide probe'"):
-        machine_from_dict(values | {"version": 2})
+        machine_from_dict(values | {"version": MACHINE_VERSION + 1})
     with pytest.raises(TraceError, match="not positive"):
         machine_from_dict(values | {"links": {"spill": {"write_bytes_per_s": 0, "read_bytes_per_s": 1}}})
 

@@ -1,16 +1,22 @@
-"""From a training step to a `Trace`: run it once unmanaged and write down what happened."""
+"""From a training step to a `Trace`: run it once unmanaged and write down what happened, or do not run it at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.capture.training import Training
+from lowtide.core.machine import Machine
 from lowtide.core.trace import Trace
+from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["Training", "capture_model", "capture_script", "capture_step"]
 
 _UNMANAGED: dict[str, Any] = {
     "budget": 1 << 60,
@@ -31,7 +37,7 @@ def capture_step(
     """Return the trace of `step`, a function that runs one whole training step, called `steps` times.
 
     The second call is the one to plan from: only then do gradients and optimizer state exist as they will from there
-    on.
+    on. Floating-point operations are not counted: `capture.flops` can, in a run of its own.
     """
     from lowtide.execute.tide import Tide
 
@@ -44,28 +50,82 @@ def capture_step(
         return tide.trace()
 
 
+def capture_model(
+    name: str,
+    *,
+    batch: int,
+    fake: bool = False,
+    machine: Machine | None = None,
+    steps: int = 2,
+    dtype: str = "float32",
+    **sizes: Any,
+) -> Trace:
+    """Return the trace of a model of `lowtide.zoo`, by running it or, if `fake`, without executing it.
+
+    With `machine`, operator times are those predicted for it; without, those measured here (executed) or predicted
+    for the preset "cpu" (fake). Either way the trace knows its floating-point operations.
+    """
+    from lowtide import zoo
+    from lowtide.capture.fake import LEAST_BYTES, capture_fake
+    from lowtide.capture.flops import with_flops
+    from lowtide.estimate.predict import retime
+
+    def training() -> Training:
+        return zoo.build(name, batch=batch, dtype=dtype, **sizes).training()
+
+    faked = capture_fake(training, machine=machine)
+    if fake:
+        return replace(faked, model=name)
+    if not faked.saves:
+        raise BadArgument(
+            f"model {name!r} saves no tensor of {format_bytes(LEAST_BYTES)} or more at this size, so there is nothing "
+            "to record by running it: raise the batch, or capture it without executing"
+        )
+    made = training()
+    trace = capture_step(made.step, model=made.model, optimizer=made.optimizer, steps=steps)
+    trace = with_flops(trace, ((op.name, op.flops) for op in faked.ops if op.flops))
+    return replace(trace if machine is None else retime(trace, machine), model=name)
+
+
 def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
-    """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps."""
+    """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps.
+
+    One more step, if the script has one, counts floating-point operations: counting slows operators down.
+    """
+    from lowtide.capture.flops import CountFlops, with_flops
     from lowtide.execute.script import run_as_main, stepping
     from lowtide.execute.tide import Tide
 
     class Enough(BaseException):
         """Ends the script; not an Exception, so that the script's own handlers let it pass."""
 
-    left = steps
+    done = 0
+    trace: Trace | None = None
+    counter = CountFlops()
 
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left <= 0:
+    def after_step() -> None:
+        nonlocal done, trace
+        done += 1
+        if done <= steps:
+            trace = None if done < steps else tide.trace()
+        if done == steps:
+            counter.__enter__()  # type: ignore[no-untyped-call]  # torch leaves modes untyped
+        elif done > steps:
             raise Enough
 
     with Tide([], [], **_UNMANAGED) as tide:
         try:
-            with stepping(tide, count):
+            with stepping(tide, after_step):
                 run_as_main(path, argv)
         except Enough:
             pass
-        if left == steps:
+        except Exception:
+            if trace is None:
+                raise
+            counter.counted.clear()  # a script may not bear being counted; its trace was taken before
+        finally:
+            if done >= steps:
+                counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not done:
             raise BadArgument(f"{path.name} ended without an optimizer step: there is no training step to record")
-        return tide.trace()
+        return with_flops(trace or tide.trace(), counter.counted)

@@ -32,12 +32,14 @@ class Recorded:
     """A trace, and where in it each save and use of the step fell.
 
     `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
-    numbers i at which the storage of `trace.saves[k]` was unpacked.
+    numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the i-th
+    (the last one: after all), where the log says so.
     """
 
     trace: Trace
     positions: tuple[int, ...]
     use_events: tuple[tuple[int, ...], ...]
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

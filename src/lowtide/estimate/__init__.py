@@ -1,3 +1,13 @@
-"""What things cost: `calibrate` measures this machine; everything else works from its figures and needs no torch."""
+"""What things cost: `calibrate` measures this machine; everything else works from figures and needs no torch.
+
+from lowtide.estimate import machine, retime
+trace = retime(trace, machine("v100"))
+"""
 
 from __future__ import annotations
+
+from lowtide.estimate.allocators import reserved_peak, stream_of
+from lowtide.estimate.predict import Shares, fit_shares, retime
+from lowtide.estimate.presets import PRESETS, machine
+
+__all__ = ["PRESETS", "Shares", "fit_shares", "machine", "reserved_peak", "retime", "stream_of"]

@@ -1,9 +1,7 @@
 """Measure this machine: its links to slower tiers and its speed, and keep the result.
 
-The model of a link is latency plus size over bandwidth, as in LogGP with one message in flight per thread (Alexandrov
-et al., 1995). Symbols: a transfer of n bytes takes t(n) = L + n * G, with L the latency in seconds and G the gap per
-byte, 1 / bandwidth. Two transfers are under way at once, as the runtime does it; t(n) is the time the link is taken
-for one of them, so plans that treat the link as exclusive add up.
+`loggp.py` has the model of a link that is fitted. Two transfers are under way at once, as the runtime does it; t(n) is
+the time the link is taken for one of them, so plans that treat the link as exclusive add up.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from typing import Any
 
 from lowtide.core.machine import MACHINE_VERSION, Link, Machine
 from lowtide.errors import TraceError
+from lowtide.estimate.loggp import fit_line
 from lowtide.tiers.medium import Medium
 
 SPILL = "spill"
@@ -40,35 +39,6 @@ class Compute:
 
     matmul_flop_per_s: float
     copy_bytes_per_s: float
-
-
-def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return (latency_s, bytes_per_s) of t = latency + n / bandwidth, fitted to (bytes, seconds) pairs.
-
-    Least squares on relative error, so that small transfers, which tell the latency, count as much as large ones. The
-    latency is never negative: where the free fit says so, it is zero and only the bandwidth is fitted.
-    """
-    points = [(nbytes, seconds) for nbytes, seconds in samples if nbytes > 0 and seconds > 0]
-    if not points:
-        raise ValueError("no transfer of more than zero bytes and seconds to fit: measure at least one")
-    # With weights w = 1 / t^2, minimise sum w (L + n G - t)^2.
-    sum_w = sum(1 / t**2 for _, t in points)
-    sum_n = sum(n / t**2 for n, t in points)
-    sum_nn = sum(n * n / t**2 for n, t in points)
-    sum_t = sum(1 / t for _, t in points)
-    sum_nt = sum(n / t for n, t in points)
-    determinant = sum_w * sum_nn - sum_n**2
-    # One size only, or sizes too close to tell latency from bandwidth.
-    if determinant <= 1e-9 * sum_w * sum_nn:
-        return 0.0, sum_nn / sum_nt
-    latency_s = (sum_t * sum_nn - sum_nt * sum_n) / determinant
-    gap_s = (sum_w * sum_nt - sum_n * sum_t) / determinant
-    if latency_s < 0:
-        return 0.0, sum_nn / sum_nt
-    if gap_s <= 0:
-        # Noise made large transfers look no slower than small ones: trust the best rate that was seen.
-        return 0.0, max(n / t for n, t in points)
-    return latency_s, 1 / gap_s
 
 
 def measure_link(medium: Medium, *, clock: Callable[[], float] = time.perf_counter) -> Link:
@@ -133,6 +103,8 @@ def measure_machine(medium: Medium, *, compute: Compute | None = None) -> Machin
         links={SPILL: measure_link(medium)},
         copy_bytes_per_s=compute.copy_bytes_per_s,
         source="measured",
+        flops_per_s=compute.matmul_flop_per_s,
+        memory_bytes_per_s=2 * compute.copy_bytes_per_s,  # a copy reads and writes each byte
     )
 
 
@@ -169,9 +141,23 @@ def machine_from_dict(values: Mapping[str, Any]) -> Machine:
             links=links,
             copy_bytes_per_s=float(values["copy_bytes_per_s"]),
             source=str(values["source"]),
+            flops_per_s=_rate(values["flops_per_s"]),
+            memory_bytes_per_s=_rate(values["memory_bytes_per_s"]),
+            capacity_bytes=None if values["capacity_bytes"] is None else int(values["capacity_bytes"]),
+            page_bytes=int(values["page_bytes"]),
+            page_fault_s=float(values["page_fault_s"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TraceError(f"machine file is damaged ({error!r}): run 'lowtide probe'") from error
+
+
+def _rate(value: object) -> float | None:
+    if value is None:
+        return None
+    rate = float(str(value))
+    if rate <= 0:
+        raise ValueError("a rate is not positive")
+    return rate
 
 
 def save_machine(
@@ -210,6 +196,15 @@ def load_machine(*, directories: Sequence[Path] | None = None, path: Path | None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return machine
+
+
+def measured_directories(*, path: Path | None = None) -> tuple[Path, ...]:
+    """Return the spill directories that the machine kept by `save_machine` was measured on; none if there is none."""
+    try:
+        values = json.loads((path or machine_path()).read_text(encoding="utf-8"))
+        return tuple(Path(directory) for directory in values["directories"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()
 
 
 def _devices(directories: Sequence[Path | str]) -> list[int]:

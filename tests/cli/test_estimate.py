@@ -1,0 +1,141 @@
+"""`lowtide estimate` and `lowtide capture --model`: what they answer, and what they refuse in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli import main
+from lowtide.core.serialize import load_trace, save
+from lowtide.estimate import machine
+from lowtide.testing.traces import chain_trace
+
+VGG = ("--model", "vgg16", "--batch", "8", "--size", "image=64", "--size", "width=16")
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    assert main([*argv, "--json"]) == 0, capsys.readouterr().err
+    answer = json.loads(capsys.readouterr().out)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+def test_a_model_that_fits_is_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, "estimate", *VGG, "--machine", "v100")
+    assert answer["fits_unmanaged"] is True
+    assert answer["budget_bytes"] == machine("v100").capacity_bytes
+    assert answer["moved_out_bytes"] == 0
+    assert answer["slowdown"] == pytest.approx(1.0)
+    assert main(["estimate", *VGG, "--machine", "v100"]) == 0
+    assert "fits without moving anything" in capsys.readouterr().out
+
+
+def test_a_smaller_budget_moves_bytes_and_takes_no_less_time(capsys: pytest.CaptureFixture[str]) -> None:
+    free = told(capsys, "estimate", *VGG, "--machine", "rtx4090")
+    budget = (int(str(free["floor_bytes"])) + int(str(free["peak_bytes"]))) // 2
+    tight = told(capsys, "estimate", *VGG, "--machine", "rtx4090", "--budget", str(budget))
+    assert tight["fits_unmanaged"] is False
+    assert int(str(tight["managed_peak_bytes"])) <= budget
+    assert int(str(tight["moved_out_bytes"])) > 0
+    assert float(str(tight["slowdown"])) >= 0.999
+    assert tight["reserved_bytes"] == free["reserved_bytes"]
+    assert main(["estimate", *VGG, "--machine", "rtx4090", "--budget", str(budget)]) == 0
+    assert "fits with policy auto" in capsys.readouterr().out
+
+
+def test_a_captured_trace_is_estimated_as_the_model_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "v.trace"
+    captured = told(capsys, "capture", "--out", str(path), *VGG, "--fake", "--machine", "a100")
+    assert captured["times"] == "predicted for a100"
+    trace = load_trace(path)
+    assert (trace.model, trace.peak_bytes) == ("vgg16", captured["peak_bytes"])
+    here = told(capsys, "estimate", str(path), "--machine", "v100")
+    there = told(capsys, "estimate", *VGG, "--machine", "v100")
+    assert here["peak_bytes"] == there["peak_bytes"]
+    # A trace knows whole storages only; the model's own estimate knows the views that operators read.
+    assert float(str(here["step_s"])) == pytest.approx(float(str(there["step_s"])), rel=0.05)
+
+
+def test_a_model_is_run_and_measured_without_fake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "v.trace"
+    answer = told(capsys, "capture", "-o", str(path), *VGG)
+    assert answer["times"] == "measured"
+    assert float(str(answer["flops"])) > 1e9
+    assert main(["capture", "-o", str(path), *VGG, "--fake"]) == 0
+    assert "predicted for cpu" in capsys.readouterr().out
+
+
+def test_a_script_may_follow_two_hyphens_and_its_operations_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script, path = tmp_path / "train.py", tmp_path / "s.trace"
+    script.write_text(
+        "import sys, torch\n"
+        "assert sys.argv[1:] == ['--fake', 'x']\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 8))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(9):\n"
+        "    model(torch.randn(512, 256)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "raise AssertionError('the script goes on')\n"
+    )
+    assert main(["capture", "--json", "-o", str(path), "--", str(script), "--fake", "x"]) == 0
+    forward = 2 * 512 * (256 * 512 + 512 * 8)
+    # Backward is twice that, but for the first layer's input, which needs no gradient.
+    assert json.loads(capsys.readouterr().out)["flops"] == 3 * forward - 2 * 512 * 256 * 512
+
+
+def test_a_budget_below_the_floor_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "estimate", *VGG, "--machine", "v100", "--budget", "1MiB")
+    assert "raise the budget" in line
+    assert "aten::" in line
+
+
+def test_bad_arguments_are_refused_with_what_to_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = str(tmp_path / "t")
+    assert "v100-nvlink" in refused(capsys, "estimate", *VGG, "--machine", "v1000")
+    assert "choose one of alexnet" in refused(capsys, "estimate", "--model", "vgg17", "--machine", "v100")
+    assert "trace or --model NAME" in refused(capsys, "estimate", "--machine", "v100")
+    assert "does not exist" in refused(capsys, "estimate", str(tmp_path / "no"), "--machine", "v100")
+    assert "it has image=224" in refused(capsys, "estimate", "--model", "vgg16", "--size", "x=1", "--machine", "v100")
+    assert "NAME=N" in refused(capsys, "estimate", "--model", "vgg16", "--size", "width", "--machine", "v100")
+    assert "need --model" in refused(capsys, "estimate", "x.trace", "--batch", "3", "--machine", "v100")
+    assert "pass 1 or more" in refused(capsys, "estimate", "--model", "vgg16", "--batch", "0", "--machine", "v100")
+    small = ("--model", "inception_v3", "--size", "image=20")
+    assert "cannot be trained with these sizes" in refused(capsys, "estimate", *small, "--machine", "v100")
+    assert "a script or --model" in refused(capsys, "capture", "-o", out)
+    assert "a script or --model" in refused(capsys, "capture", "-o", out, *VGG, "train.py")
+    assert "need --model" in refused(capsys, "capture", "-o", out, "--fake", "train.py")
+    path = tmp_path / "chain.trace"
+    save(chain_trace(4), path)
+    assert "does not know its floating-point" in refused(capsys, "estimate", str(path), "--machine", "v100")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chain.trace"]
+
+
+def test_a_machine_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.machine"
+    save(machine("titan-x"), path)
+    answer = told(capsys, "estimate", *VGG, "--machine", str(path))
+    assert answer["machine"] == "titan-x"
+
+
+def test_here_is_the_machine_that_was_probed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowtide.estimate.calibrate import save_machine
+
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    assert "run 'lowtide probe'" in refused(capsys, "estimate", *VGG, "--machine", "here")
+    save_machine(machine("cpu"), directories=[tmp_path])
+    assert told(capsys, "estimate", *VGG, "--machine", "here")["machine"] == "cpu"
