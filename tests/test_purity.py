@@ -9,13 +9,15 @@ import sys
 import lowtide.core
 import lowtide.estimate
 import lowtide.plan
+import lowtide.simulate
 
-PURE_PACKAGES = (lowtide.core, lowtide.estimate, lowtide.plan)
+PURE_PACKAGES = (lowtide.core, lowtide.estimate, lowtide.plan, lowtide.simulate)
 PURE_MODULES = (
     "lowtide",
     "lowtide.errors",
     "lowtide.registry",
     "lowtide.capture.builder",
+    "lowtide.capture.dtr",
     "lowtide.cli",
     "lowtide.execute.events",
     "lowtide.execute.residency",

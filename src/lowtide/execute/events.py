@@ -52,6 +52,20 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """The plan wants these keys given up without a copy, to be made again when they are needed."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remade:
+    """A record that had been discarded was made again."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """A write landed; `resident`: the bytes were kept in fast memory too."""
 
@@ -122,6 +136,8 @@ Event = (
     | Used
     | Due
     | Leave
+    | Forget
+    | Remade
     | Written
     | WriteFailed
     | Arrived
@@ -159,6 +175,20 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Discard:
+    """Give up the record's fast bytes now, without a copy: it is made again when it is needed."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remake:
+    """Run the operators again that make the record, and wait for it."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefetch:
     """Start to bring the record back if there is room right now."""
 
@@ -179,4 +209,4 @@ class Watch:
     record: int
 
 
-Command = Write | Keep | Drop | Prefetch | Fetch | Watch
+Command = Write | Keep | Drop | Discard | Remake | Prefetch | Fetch | Watch

@@ -18,11 +18,13 @@ from enum import Enum, auto
 from lowtide.execute.events import (
     Arrived,
     Command,
+    Discard,
     Drop,
     Dropped,
     Due,
     Event,
     Fetch,
+    Forget,
     Gone,
     Held,
     Keep,
@@ -32,6 +34,8 @@ from lowtide.execute.events import (
     Prefetch,
     Pressure,
     ReadFailed,
+    Remade,
+    Remake,
     Saved,
     Sole,
     Used,
@@ -50,6 +54,7 @@ class Residence(Enum):
     CLEAN: fast memory and tier both hold it; giving up fast memory costs nothing.
     AWAY: only the tier holds it.
     ARRIVING: being read; fast memory pays already.
+    DROPPED: nowhere; operators run again when it is needed. Only who can do that asks for it.
     """
 
     RESIDENT = auto()
@@ -57,6 +62,7 @@ class Residence(Enum):
     CLEAN = auto()
     AWAY = auto()
     ARRIVING = auto()
+    DROPPED = auto()
 
 
 Victims = Callable[["Residency", int], Iterator[int]]
@@ -75,10 +81,14 @@ class _Entry:
 
 
 class Residency:
-    """The state machine. It is also the `View` that a policy's `victims` looks at."""
+    """The state machine. It is also the `View` that a policy's `victims` looks at.
 
-    def __init__(self, victims: Victims) -> None:
+    With `discards`, victims are given up without a copy and made again, instead of being written.
+    """
+
+    def __init__(self, victims: Victims, *, discards: bool = False) -> None:
         self._victims = victims
+        self._discards = discards
         self._entries: dict[int, _Entry] = {}
         self._by_key: dict[int, int] = {}
         self._swapped: frozenset[int] = frozenset()
@@ -152,6 +162,16 @@ class Residency:
         moving = (Residence.LEAVING, Residence.ARRIVING)
         return sum(e.nbytes for e in self._entries.values() if e.where in moving and not e.pinned)
 
+    def moving(self, keys: Sequence[int]) -> list[int]:
+        """Return the records with these keys that are on their way out or back."""
+        records = [self._by_key[key] for key in keys if key in self._by_key]
+        moving = (Residence.LEAVING, Residence.ARRIVING)
+        return [record for record in records if self._entries[record].where in moving]
+
+    def record_of(self, key: int) -> int | None:
+        """Return the record that a plan names by its key (None: there is none now)."""
+        return self._by_key.get(key)
+
     def records(self) -> list[int]:
         """Return all records."""
         return list(self._entries)
@@ -170,6 +190,8 @@ class Residency:
                 return self._prefetches([self._by_key[key] for key in keys if key in self._by_key])
             case Leave(keys):
                 return self._leave_again([self._by_key[key] for key in keys if key in self._by_key])
+            case Forget(keys):
+                return self._discard([self._by_key[key] for key in keys if key in self._by_key])
             case Pressure(need_bytes):
                 return list(self._make_room(need_bytes))
             case _:
@@ -199,7 +221,7 @@ class Residency:
                     # Whoever has it now may change it without autograd noticing: the tier's copy is worth nothing.
                     entry.where = Residence.RESIDENT
             case Held(record):
-                if entry.where is Residence.LEAVING:
+                if entry.where in (Residence.LEAVING, Residence.DROPPED):
                     entry.where = Residence.RESIDENT
                 entry.sole = False
                 return [Watch(record)]
@@ -218,6 +240,8 @@ class Residency:
         match event:
             case Written(_, resident):
                 entry.where = Residence.CLEAN if resident else Residence.AWAY
+            case Remade():
+                entry.where = Residence.RESIDENT
             case WriteFailed():
                 entry.where = Residence.RESIDENT
                 entry.failed = True
@@ -235,6 +259,8 @@ class Residency:
                 return [Fetch(record)]
             case Residence.ARRIVING:
                 return [Fetch(record)]
+            case Residence.DROPPED:
+                return [Remake(record)]
             case _:
                 return []
 
@@ -268,12 +294,24 @@ class Residency:
         entry.where = Residence.LEAVING
         return [Write(record)]
 
+    def _discard(self, records: Sequence[int]) -> list[Command]:
+        commands: list[Command] = []
+        for record in records:
+            entry = self._entries[record]
+            if self._may_leave(entry):
+                entry.where = Residence.DROPPED
+                commands.append(Discard(record))
+        return commands
+
     def _make_room(self, need_bytes: int) -> Iterator[Command]:
         # What is on its way out already counts: it is waited for, not doubled.
         missing = need_bytes - self.leaving_bytes()
         if missing <= 0:
             return
         for record in self._victims(self, missing):
+            if self._discards:
+                yield from self._discard([record])
+                continue
             entry = self._entries[record]
             if entry.where is Residence.CLEAN:
                 yield Drop(record)
@@ -291,7 +329,7 @@ class Residency:
     def validate(self) -> None:
         """Check what must hold after every event; raises AssertionError. For tests and strict mode."""
         for record, entry in self._entries.items():
-            assert entry.nbytes > 0, f"record {record} has {entry.nbytes} bytes"
+            assert entry.nbytes >= 0, f"record {record} has {entry.nbytes} bytes"
             assert entry.pinned >= 0, f"record {record} was used more often than it was needed"
         for key, record in self._by_key.items():
             assert self._entries[record].key == key, f"key {key} names record {record}, which has another"

@@ -1,0 +1,139 @@
+"""What a simulated step leaves behind: spans, the memory curve, traffic, and the blocks an allocator would see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.timeline import Lane, Span, Timeline
+from lowtide.core.trace import Trace
+from lowtide.core.units import format_bytes
+
+Block = tuple[float, int, int]
+"""A moment, bytes taken (positive) or given back (negative), and the number of the block."""
+
+
+class Recording:
+    """Collects what happens, in any order of time, and makes a `Timeline` of it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.spans: list[Span] = []
+        self.memory: list[tuple[float, int]] = []
+        self.peak_bytes = 0
+        self.out_bytes = 0
+        self.in_bytes = 0
+        self.recompute_s = 0.0
+        self.starts_s: list[float] = []
+        self.absences: list[tuple[float, int, bool]] = []
+        self.scratch: list[tuple[float, float, int]] = []
+
+    def live(self, at_s: float, live_bytes: int) -> None:
+        """Note how many bytes are alive from a moment on."""
+        self.memory.append((at_s, live_bytes))
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+
+    def span(
+        self, lane: Lane, start_s: float, end_s: float, op: int, cause: str = "", storage: int | None = None
+    ) -> None:
+        """Note that an operator ran or waited."""
+        self.spans.append(Span(lane=lane, start_s=start_s, end_s=end_s, op=op, storage=storage, cause=cause))
+
+    def absent(self, at_s: float, storage: int, *, gone: bool) -> None:
+        """Note that a storage's fast bytes were given up, or taken again."""
+        self.absences.append((at_s, storage, gone))
+
+    def blocks(self, end_s: float) -> list[Block]:
+        """Return the step as the sequence of blocks taken and given back that an allocator would see.
+
+        Storages keep their number from one absence to the next, but take a new block each time. What the trace knows
+        of an operator beside its storages is one more block, taken and given back with it.
+        """
+        return _blocks(self._trace, self.starts_s, self.absences, self.scratch, end_s)
+
+    def timeline(
+        self, problem: Problem, plan: Plan | None, *, policy: str, step_s: float, allocator: str | None
+    ) -> Timeline:
+        """Return the step that was recorded."""
+        compute_s = sum(op.duration_s for op in self._trace.ops)
+        notes = list(plan.notes) if plan is not None else ["no plan: victims are chosen when memory runs out"]
+        reserved_bytes = self.peak_bytes
+        if allocator is not None:
+            from lowtide.estimate.allocators import reserved_peak
+
+            reserved_bytes = reserved_peak(self.blocks(step_s), allocator)
+            if reserved_bytes > problem.budget_bytes:
+                notes.append(
+                    f"the {allocator} allocator reserves {format_bytes(reserved_bytes)}, "
+                    f"{format_bytes(reserved_bytes - problem.budget_bytes)} more than the budget"
+                )
+        return Timeline(
+            policy=policy,
+            machine=problem.machine.name,
+            model=problem.trace.model,
+            budget_bytes=problem.budget_bytes,
+            step_s=step_s,
+            compute_s=compute_s,
+            recompute_s=self.recompute_s,
+            stall_s=max(0.0, step_s - compute_s - self.recompute_s),
+            peak_bytes=self.peak_bytes,
+            reserved_peak_bytes=reserved_bytes,
+            moved_out_bytes=self.out_bytes,
+            moved_in_bytes=self.in_bytes,
+            spans=tuple(sorted(self.spans, key=lambda span: (span.start_s, span.end_s))),
+            memory=tuple(sorted(self.memory, key=lambda moment: moment[0])),
+            notes=tuple(notes),
+            trials=plan.trials if plan is not None else 0,
+        )
+
+
+def _blocks(
+    trace: Trace,
+    starts_s: Sequence[float],
+    absences: Sequence[tuple[float, int, bool]],
+    scratch: Sequence[tuple[float, float, int]],
+    end_s: float,
+) -> list[Block]:
+    """Return all changes in the order of time; at one moment, what is given back goes first."""
+    changes: list[tuple[float, int, int, int]] = []  # time, rank, storage, bytes
+    ends_s = [*starts_s[1:], end_s]
+    alive = [0] * (len(trace.ops) + 2)
+    for storage, block in enumerate(trace.storages):
+        if block.first_op < 0 or not block.nbytes:
+            continue  # those that were there before the step are part of the static bytes
+        changes.append((starts_s[block.first_op], 2, storage, block.nbytes))
+        if block.last_op < len(trace.ops):
+            changes.append((ends_s[block.last_op], 0, storage, -block.nbytes))
+        alive[block.first_op] += block.nbytes
+        alive[min(block.last_op, len(trace.ops)) + 1] -= block.nbytes
+    for at_s, storage, gone in absences:
+        nbytes = trace.storages[storage].nbytes
+        if nbytes:
+            changes.append((at_s, 1 if gone else 2, storage, -nbytes if gone else nbytes))
+    other = len(trace.storages)
+    live_bytes = 0
+    for op, step in enumerate(trace.ops):
+        live_bytes += alive[op]
+        scratch_bytes = step.peak_bytes - trace.static_bytes - live_bytes
+        if scratch_bytes > 0:
+            changes.append((starts_s[op], 3, other + op, scratch_bytes))
+            changes.append((ends_s[op], 0, other + op, -scratch_bytes))
+    for start_s, stop_s, nbytes in scratch:
+        other += 1
+        changes.append((start_s, 3, len(trace.ops) + other, nbytes))
+        changes.append((stop_s, 0, len(trace.ops) + other, -nbytes))
+    return _numbered(sorted(changes, key=lambda change: change[:2]), static_bytes=trace.static_bytes)
+
+
+def _numbered(changes: Sequence[tuple[float, int, int, int]], *, static_bytes: int) -> list[Block]:
+    blocks: list[Block] = [(0.0, static_bytes, 0)] if static_bytes else []
+    number = 0
+    held: dict[int, int] = {}
+    for at_s, _, storage, nbytes in changes:
+        if nbytes > 0 and storage not in held:
+            number += 1
+            held[storage] = number
+            blocks.append((at_s, nbytes, number))
+        elif nbytes < 0 and storage in held:
+            blocks.append((at_s, nbytes, held.pop(storage)))
+    return blocks

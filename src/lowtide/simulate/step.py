@@ -1,0 +1,344 @@
+"""One step on a virtual clock: operators, waits, transfers and recomputation, decided by the residency machine.
+
+The rules are those of docs/policies.md, which plans are judged by; docs/simulator.md says what is added to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.timeline import Lane, Timeline
+from lowtide.errors import BudgetTooSmall
+from lowtide.execute import events as e
+from lowtide.execute.residency import Residency
+from lowtide.plan.curve import Curve
+from lowtide.plan.policy import Policy
+from lowtide.simulate.agenda import Agenda, Moment, Record
+from lowtide.simulate.equations import Equations
+from lowtide.simulate.recording import Recording
+from lowtide.simulate.remake import Recipe, Remaker, planned_peaks
+from lowtide.simulate.resources import Resources
+from lowtide.simulate.state import State
+from lowtide.simulate.traffic import Traffic
+from lowtide.simulate.view import DroppingView, SimulatedView
+
+
+def simulate(
+    problem: Problem,
+    plan: Plan | None,
+    *,
+    policy: Policy | None = None,
+    allocator: str | None = None,
+    resources: Resources | None = None,
+    strict: bool = False,
+) -> Timeline:
+    """Return the step of `problem` under a plan (None: no plan, and no knowledge of what comes).
+
+    `policy` chooses victims where memory runs out all the same; those of a policy with `recompute_victims` are dropped
+    and made again. `allocator` names a model of `lowtide.estimate.allocators` for `reserved_peak_bytes`. `strict`
+    checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
+    """
+    return _Step(problem, plan, policy=policy, resources=resources or Resources(), strict=strict).run(allocator)
+
+
+class _Step:
+    def __init__(
+        self, problem: Problem, plan: Plan | None, *, policy: Policy | None, resources: Resources, strict: bool
+    ) -> None:
+        trace = problem.trace
+        self.problem = problem
+        self.plan = plan
+        self.policy = policy
+        self.ops = trace.ops
+        self.agenda = Agenda(problem, plan)
+        self.records = self.agenda.records
+        self.discards = problem.can_recompute and bool(getattr(policy, "recompute_victims", False))
+        remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
+        self.remaker = Remaker(trace, self.records) if remakes else None
+        self.recording = Recording(trace)
+        self.state = State(
+            problem,
+            peak_bytes=planned_peaks(problem, plan),
+            machine=Residency(self._victims, discards=self.discards),
+            recording=self.recording,
+            equations=Equations(trace, problem.budget_bytes, self.records) if strict else None,
+        )
+        prefetches = any(moment.fetching for moment in self.agenda.moments.values())
+        self.traffic = Traffic(
+            self.state,
+            problem.machine,
+            resources,
+            committed=Curve(self.agenda.least_bytes(self.state.peak_bytes)) if prefetches else None,
+        )
+        self.view = (
+            DroppingView(self.state, self.records, self.remaker)
+            if self.discards and self.remaker is not None
+            else SimulatedView(self.state, self.records, None)
+        )
+        self.state.machine.follow(swapped=frozenset(), uses=self.agenda.uses if plan is not None else {})
+
+    def _victims(self, _: Residency, need_bytes: int) -> Iterator[int]:
+        return self.policy.victims(self.view, need_bytes) if self.policy is not None else iter(())
+
+    # ---- the step ----
+
+    def run(self, allocator: str | None) -> Timeline:
+        """Run all operators and return what happened."""
+        clock_s = 0.0
+        for index, op in enumerate(self.ops):
+            self.traffic.advance(clock_s)
+            self.traffic.reach(clock_s)
+            self.state.op = index
+            moment = self.agenda.moments.get(index)
+            self.state.waiting = True
+            if moment is not None:
+                clock_s = self._enter(index, moment, clock_s)
+            elif self.state.live_bytes() > self.state.budget_bytes:
+                clock_s = self._make_room(clock_s)
+            self.state.waiting = False
+            self.state.note(clock_s)
+            if self.state.equations is not None:
+                self.state.equations.begins(index, moment.used if moment is not None else ())
+            self.recording.starts_s.append(clock_s)
+            end_s = clock_s + op.duration_s
+            self.recording.span(Lane.COMPUTE, clock_s, end_s, index)
+            clock_s = end_s
+            if moment is not None:
+                self._release(moment.gone)
+            if self.discards:
+                self._touch((*op.reads, *op.writes), clock_s)
+        self.traffic.drain()
+        policy = self.plan.policy if self.plan is not None else self.policy.name if self.policy is not None else ""
+        return self.recording.timeline(self.problem, self.plan, policy=policy, step_s=clock_s, allocator=allocator)
+
+    def _enter(self, index: int, moment: Moment, clock_s: float) -> float:
+        """Do what the start of an operator brings and wait for what it needs; return when it begins."""
+        self._note_saves(moment, clock_s)
+        self._start_trips(moment, clock_s)
+        if moment.barred or moment.due or moment.closing:
+            clock_s = self._wait_for_landings(index, moment, clock_s)
+        fetched, remade = self._need(moment)
+        absent = [record for record in fetched if record.away]
+        for record in absent:
+            self.state.claim(record)
+        recipe = self._recipe(index, remade)
+        if recipe is not None:
+            operands = [self.records[storage] for storage in recipe.fetched]
+            for record in (*remade, *operands):
+                self.state.claim(record)
+            absent += operands
+            fetched += operands
+        if self.state.live_bytes() > self.state.budget_bytes:
+            self.view.protected = self._operands(recipe)
+            clock_s = self._make_room(clock_s)
+            self.view.protected = set()
+        # No prefetch has begun meanwhile: it would have taken what the operator was waiting for.
+        self.traffic.reach(clock_s)
+        ready_s = self._fetch(index, fetched, absent, clock_s) if fetched else clock_s
+        if recipe is not None:
+            ready_s = self._remake(recipe, remade, ready_s)
+        for storage in moment.used:
+            self.state.tell(e.Used(storage))
+            self.records[storage].touched_s = ready_s
+        return ready_s
+
+    # ---- the start of an operator ----
+
+    def _note_saves(self, moment: Moment, clock_s: float) -> None:
+        machine = self.state.machine
+        for storage in moment.saved:
+            record = self.records[storage]
+            record.touched_s = clock_s
+            self.state.tell(e.Saved(storage, record.nbytes, storage))
+        for _ in range(moment.ticks):
+            machine.tick()
+
+    def _start_trips(self, moment: Moment, clock_s: float) -> None:
+        for storage in moment.closing:
+            self.records[storage].open = False
+        for gap in moment.opening:
+            record = self.records[gap.storage]
+            record.open = True
+            self.view.needed_next(gap.storage, gap.before_op)
+            if record.watched:
+                self._watch(record, clock_s, cause="plan")
+        for trip in moment.leaving:
+            trip.record.tier, trip.record.codec = trip.tier, trip.codec
+            self._carry_out(self.state.tell(e.Leave((trip.record.storage,))), clock_s, cause="plan")
+        for trip in moment.dropping:
+            self._carry_out(self.state.tell(e.Forget((trip.record.storage,))), clock_s, cause="plan")
+        for trip in moment.fetching:
+            self.traffic.ask_prefetch(trip, clock_s)
+
+    def _wait_for_landings(self, index: int, moment: Moment, clock_s: float) -> float:
+        """Wait for the writes that the operator is a barrier for, and for those of what is due back."""
+        for trip in (*moment.barred, *moment.due):
+            if trip.ops is None and trip.record.leaving:
+                landed_s = self.traffic.land(trip.record, clock_s)
+                self._stall(index, clock_s, landed_s, cause="landing", storage=trip.record.storage)
+                clock_s = landed_s
+        self.traffic.settle(clock_s)
+        for trip in moment.due:
+            trip.read = True
+        for storage in moment.closing:
+            if not self.records[storage].used:  # autograd lets it go here without asking for it
+                self.state.released(self.records[storage])
+        return clock_s
+
+    def _need(self, moment: Moment) -> tuple[list[Record], list[Record]]:
+        """Tell the machine what is needed now; return what is to be fetched (or is on its way) and what made again."""
+        fetched: list[Record] = []
+        remade: list[Record] = []
+        for _ in range(moment.other_uses):
+            self.state.machine.tick()
+        if not moment.used and not moment.due:
+            return fetched, remade
+        used = set(moment.used)
+        early = {trip.record.storage for trip in moment.due if trip.returns} - used
+        for storage in sorted(used | early):
+            record = self.records[storage]
+            commands = self.state.tell(e.Needed(storage) if storage in used else e.Due((storage,)))
+            if storage in used:
+                self.state.machine.tick()
+            elif record.dropped:
+                remade.append(record)
+            elif record.arrives_s >= 0:
+                fetched.append(record)
+            for command in commands:
+                match command:
+                    case e.Fetch() | e.Prefetch():
+                        fetched.append(record)
+                    case e.Remake():
+                        remade.append(record)
+                    case e.Keep():
+                        self.traffic.keep(record)
+        return fetched, remade
+
+    def _fetch(self, index: int, fetched: Sequence[Record], absent: Sequence[Record], clock_s: float) -> float:
+        """Start the reads of what is absent; return when that and what was on its way have arrived."""
+        ready_s = clock_s
+        for record in fetched:
+            arrives_s = record.arrives_s
+            if record in absent:
+                arrives_s = self.traffic.read_now(record, clock_s, cause="demand")
+            self._stall(index, ready_s, arrives_s, cause="arrival", storage=record.storage)
+            ready_s = max(ready_s, arrives_s)
+        self.traffic.settle(ready_s)
+        return ready_s
+
+    # ---- making room ----
+
+    def _make_room(self, clock_s: float) -> float:
+        """Return when the running operator's bytes fit, after writes have landed and victims have gone."""
+        state, begun_s = self.state, clock_s
+        held_rounds = 0
+        while (lacking_bytes := state.live_bytes() - state.budget_bytes) > 0:
+            pressed = False
+            if self.traffic.leaving_bytes < lacking_bytes:
+                self.view.clock_s = clock_s
+                pressed = self._carry_out(state.tell(e.Pressure(lacking_bytes)), clock_s, cause="pressure")
+                if state.live_bytes() <= state.budget_bytes:
+                    break
+            change_s = self.traffic.next_change_s(clock_s)
+            if change_s == inf:
+                # The program may have held all of the victims: then others are asked for, while there are any.
+                if pressed and held_rounds < len(self.records):
+                    held_rounds += 1
+                    continue
+                raise BudgetTooSmall(
+                    budget_bytes=state.budget_bytes,
+                    needed_bytes=state.live_bytes(),
+                    op=self.ops[state.op].name,
+                    detail=f"operator {state.op} of the simulated step",
+                )
+            clock_s = change_s
+            self.traffic.settle(clock_s)
+        self._stall(state.op, begun_s, clock_s, cause="room")
+        self.traffic.reach(clock_s)
+        return clock_s
+
+    def _carry_out(self, commands: Iterable[e.Command], clock_s: float, *, cause: str) -> bool:
+        """Do what the machine commands; return whether that changed anything."""
+        changed = False
+        for command in commands:
+            record = self.records[command.record]
+            match command:
+                case e.Watch():
+                    record.watched = True
+                    if record.open:
+                        self._watch(record, clock_s, cause=cause)
+                    continue
+                case e.Write() | e.Drop() | e.Discard() if not record.open:
+                    self._carry_out(self.state.tell(e.Held(record.storage)), clock_s, cause=cause)
+                case e.Write():
+                    self.traffic.ask_write(record, clock_s, cause=cause)
+                case e.Drop():
+                    self.state.tell(e.Dropped(record.storage))
+                    self.state.gone(record, clock_s)
+                case e.Discard():
+                    self.state.gone(record, clock_s, dropped=True)
+            changed = True
+        return changed
+
+    def _watch(self, record: Record, clock_s: float, *, cause: str) -> None:
+        record.watched = False
+        self._carry_out(self.state.tell(e.Sole(record.storage)), clock_s, cause=cause)
+
+    # ---- making again ----
+
+    def _recipe(self, index: int, remade: Sequence[Record]) -> Recipe | None:
+        if not remade or self.remaker is None:
+            return None
+        storages = {record.storage for record in remade}
+        planned = {
+            op for trip in self.agenda.moments[index].due if trip.record.storage in storages for op in trip.ops or ()
+        }
+        recipe = self.remaker.recipe(storages, index, planned=planned)
+        self.state.peak_bytes[index] = max(self.state.peak_bytes[index], recipe.peak_bytes)
+        for storage in recipe.fetched:
+            self.state.tell(e.Due((storage,)))
+        return recipe
+
+    def _operands(self, recipe: Recipe | None) -> set[int]:
+        return {operand for op in recipe.ops for operand in self.ops[op].reads} if recipe is not None else set()
+
+    def _remake(self, recipe: Recipe, remade: Sequence[Record], clock_s: float) -> float:
+        """Run operators again before the one that waits; return when they have ended."""
+        self.state.waiting = False
+        self.state.note(clock_s)
+        self.state.waiting = True
+        for record in remade:
+            self.recording.absent(clock_s, record.storage, gone=False)
+        self.recording.scratch += self.remaker.transients(recipe, clock_s) if self.remaker is not None else []
+        for op in recipe.ops:
+            end_s = clock_s + self.ops[op].duration_s
+            self.recording.span(Lane.RECOMPUTE, clock_s, end_s, op)
+            self._touch(self.ops[op].reads, end_s)
+            clock_s = end_s
+        self.recording.recompute_s += sum(self.ops[op].duration_s for op in recipe.ops)
+        for record in remade:
+            self.state.arrived(record)
+            self.state.tell(e.Remade(record.storage))
+        return clock_s
+
+    def _touch(self, storages: Iterable[int], at_s: float) -> None:
+        for storage in storages:
+            record = self.records.get(storage)
+            if record is not None:
+                record.touched_s = at_s
+
+    # ---- the end of an operator ----
+
+    def _release(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            record = self.records[storage]
+            self.traffic.forget(record)
+            record.gone = True
+            self.state.released(record)
+            self.state.tell(e.Gone(storage))
+
+    def _stall(self, op: int, start_s: float, end_s: float, *, cause: str, storage: int | None = None) -> None:
+        if end_s > start_s:
+            self.recording.span(Lane.STALL, start_s, end_s, op, cause=cause, storage=storage)

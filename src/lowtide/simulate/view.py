@@ -1,0 +1,76 @@
+"""What a reactive policy sees of a simulated step: the residency machine's view, and what only a simulator knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lowtide.execute.residency import Residency
+from lowtide.simulate.agenda import Record
+from lowtide.simulate.remake import Remaker
+from lowtide.simulate.state import State
+
+
+class SimulatedView:
+    """A `View`, with costs in seconds for policies that drop and recompute (DTR).
+
+    `protected` are storages that operators about to run again will read: they are not given up meanwhile.
+    """
+
+    def __init__(self, state: State, records: Mapping[int, Record], remaker: Remaker | None) -> None:
+        self._state = state
+        self._records = records
+        self._remaker = remaker
+        self._next_need: dict[int, int] = {}
+        self.protected: set[int] = set()
+        self.clock_s = 0.0
+
+    @property
+    def _machine(self) -> Residency:
+        return self._state.machine
+
+    def needed_next(self, record: int, op: int) -> None:
+        """Take down the operator before which a record will have to be back."""
+        self._next_need[record] = op
+
+    def evictable(self) -> Sequence[int]:
+        """Return the records whose bytes could be given up now."""
+        found = [record for record in self._machine.evictable() if record not in self.protected]
+        if self._remaker is None:
+            return found
+        return [
+            record
+            for record in found
+            if self._records[record].open and self._remaker.can_remake(record, self._next_need[record])
+        ]
+
+    def nbytes(self, record: int) -> int:
+        """Return the bytes that giving up `record` frees."""
+        return self._machine.nbytes(record)
+
+    def clean(self, record: int) -> bool:
+        """Tell whether the tier already holds a valid copy."""
+        return self._machine.clean(record)
+
+    def last_access(self, record: int) -> int:
+        """Return the event at which `record` was last touched."""
+        return self._machine.last_access(record)
+
+    def next_use(self, record: int) -> float:
+        """Return the event of the next use (`math.inf`: not known)."""
+        return self._machine.next_use(record)
+
+
+class DroppingView(SimulatedView):
+    """The view of a policy whose victims are dropped: it also knows what making them again costs."""
+
+    def __init__(self, state: State, records: Mapping[int, Record], remaker: Remaker) -> None:
+        super().__init__(state, records, remaker)
+        self._maker = remaker
+
+    def recompute_s(self, record: int) -> float:
+        """Return how long it would take to make `record` again, with everything dropped that hangs together with it."""
+        return self._maker.neighbourhood_s(record, self._state.op)
+
+    def staleness_s(self, record: int) -> float:
+        """Return how long ago `record` was last read or written."""
+        return self.clock_s - self._records[record].touched_s
