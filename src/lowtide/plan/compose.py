@@ -1,0 +1,38 @@
+"""Makes a plan of decisions: what they are predicted to take, and a note where they do not keep the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.units import format_bytes
+from lowtide.plan.sweep import predict
+
+FITS = "everything fits: nothing is moved"
+
+
+def compose(
+    policy: str,
+    problem: Problem,
+    swaps: Sequence[Swap] = (),
+    recomputes: Sequence[Recompute] = (),
+    *,
+    notes: Sequence[str] = (),
+    trials: int = 0,
+) -> Plan:
+    """Return the plan of a policy, with its decisions in the order of the gaps."""
+    swaps = tuple(sorted(swaps, key=lambda swap: swap.gap))
+    recomputes = tuple(sorted(recomputes, key=lambda one: one.gap))
+    prediction = predict(problem, swaps, recomputes)
+    if prediction.peak_bytes > problem.budget_bytes:
+        needed, budget = format_bytes(prediction.peak_bytes), format_bytes(problem.budget_bytes)
+        notes = (*notes, f"best effort: {needed} are needed, more than the budget of {budget}")
+    return Plan(
+        policy=policy,
+        budget_bytes=problem.budget_bytes,
+        swaps=swaps,
+        recomputes=recomputes,
+        prediction=prediction,
+        notes=tuple(notes),
+        trials=trials,
+    )

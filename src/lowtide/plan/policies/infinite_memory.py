@@ -1,0 +1,32 @@
+"""Infinite memory: the step as it would be if the budget did not exist, which no system can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.units import format_bytes
+from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.sweep import predict
+
+
+class InfiniteMemory:
+    """Moves nothing and ignores the budget: the bound that other policies are measured against."""
+
+    name = "infinite_memory"
+    summary = "the bound: nothing is moved, as if memory were endless"
+    adapts = True
+    about = About(family=Family.BASELINE, runs=(Runs.MODEL,))
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return a plan without decisions; its prediction may pass the budget, and says so."""
+        prediction = predict(problem, ())
+        notes: tuple[str, ...] = ()
+        if prediction.peak_bytes > problem.budget_bytes:
+            taken, budget = format_bytes(prediction.peak_bytes), format_bytes(problem.budget_bytes)
+            notes = (f"the budget of {budget} is ignored: {taken} are taken",)
+        return Plan(policy=self.name, budget_bytes=problem.budget_bytes, prediction=prediction, notes=notes)
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:  # noqa: ARG002 - the names are the protocol's
+        """Yield nothing: a real step that does not fit fails."""
+        return iter(())

@@ -1,0 +1,275 @@
+"""The survey's algorithms 1 to 4: what swapping systems have in common (Gao et al., Journal of Software 34(12), 2023).
+
+Symbols: SO and SI, what is swapped out and in; an operator is *required* while it runs.
+
+1. Swap out: while memory is lacking, the next victim (least recently used, or largest) that no required operator
+   depends on joins SO. What nobody depends on any more leaves at once.
+2. Swap in: what a required operator finds in storage is fetched while it waits. Ahead of that, by dependency: what the
+   next `forward_ops` operators read; or by access time: what is read within `forward_s`.
+3. Both, dynamically: a tensor that would be needed again within `interval_s` of leaving is not swappable, and one that
+   a required operator found in storage is not any more.
+4. Both, statically: trial plans are run, and the fastest is kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import ClassVar
+
+from lowtide.core.plan import Plan, Prediction, Problem, Swap
+from lowtide.core.timeline import Lane, Timeline
+from lowtide.core.trace import Gap
+from lowtide.core.units import format_seconds
+from lowtide.errors import BadArgument
+from lowtide.plan.compose import FITS, compose
+from lowtide.plan.evict import evictions
+from lowtide.plan.policies.vdnn import that_fit
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.sweep import Sweep
+
+VICTIMS = ("lru", "largest")
+FORWARD_OPS = 4
+# Look-aheads, in operators, and intervals, in round trips of the tensor, that algorithm 4 tries.
+TRIED_FORWARD_OPS = (0, 1, FORWARD_OPS, 16, 64)
+TRIED_ROUND_TRIPS = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the survey leaves to the user.
+
+    `victim`: "lru" or "largest". `forward_ops` or, if not None, `forward_s`: how far ahead reads are asked for.
+    `interval_s`: how soon a tensor may be needed again (None: `round_trips` times both its transfers).
+    """
+
+    victim: str = "lru"
+    forward_ops: int = 0
+    forward_s: float | None = None
+    interval_s: float | None = None
+    round_trips: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.victim not in VICTIMS:
+            raise BadArgument(f"unknown victim {self.victim!r}: choose one of {', '.join(VICTIMS)}")
+        for name in ("forward_ops", "forward_s", "interval_s", "round_trips"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise BadArgument(f"{name} is {value}: pass 0 or more")
+
+
+def swap_outs(problem: Problem, facts: Sweep, settings: Settings, *, staying: Collection[int] = ()) -> tuple[Gap, ...]:
+    """Return SO, by algorithms 1 and 3; the storages in `staying` are not swappable."""
+    trace, sizes = problem.trace, facts.sizes
+    gaps = [gap for gap in trace.gaps() if gap.storage not in staying]
+
+    def swappable(gap: Gap) -> bool:
+        nbytes = sizes[gap.storage]
+        interval_s = settings.interval_s
+        if interval_s is None:
+            interval_s = settings.round_trips * (facts.link.write_s(nbytes) + facts.link.read_s(nbytes))
+        return facts.start_s[gap.before_op] - facts.start_s[gap.after_op] >= interval_s
+
+    done_with = [gap for gap in gaps if sizes[gap.storage] and not facts.returns(gap) and swappable(gap)]
+    change = [0] * (len(trace.ops) + 1)
+    for gap in done_with:
+        change[gap.after_op] -= sizes[gap.storage]
+        change[gap.before_op] += sizes[gap.storage]
+    need_bytes = [
+        peak + away - problem.budget_bytes for peak, away in zip(facts.peak_bytes, accumulate(change), strict=False)
+    ]
+
+    def oldest(gap: Gap) -> float:
+        return gap.after_op
+
+    def largest(gap: Gap) -> float:
+        return -sizes[gap.storage]
+
+    gone = evictions(
+        trace,
+        [gap for gap in gaps if facts.returns(gap)],
+        need_bytes=need_bytes,
+        order=oldest if settings.victim == "lru" else largest,
+        may_leave=swappable,
+    )
+    return tuple(sorted((*done_with, *gone)))
+
+
+def swap_ins(problem: Problem, facts: Sweep, gaps: Sequence[Gap], settings: Settings) -> tuple[Swap, ...]:
+    """Return the swaps of SO with the moments at which SI takes place, by algorithm 2."""
+    swaps = []
+    for gap in gaps:
+        if settings.forward_s is not None:
+            ahead_op = bisect_right(facts.start_s, facts.start_s[gap.before_op] - settings.forward_s)
+        else:
+            ahead_op = gap.before_op - settings.forward_ops
+        fetch_op = min(max(ahead_op, gap.after_op + 1), gap.before_op)
+        swaps.append(Swap(gap=gap, fetch_op=fetch_op, tier=problem.tier))
+    return that_fit(problem, swaps)
+
+
+class _Survey:
+    """What the four algorithms share."""
+
+    name: ClassVar[str]
+    adapts = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return what leaves when memory runs out, and when it comes back."""
+        return self._planned(problem, ())
+
+    def _planned(self, problem: Problem, staying: Collection[int]) -> Plan:
+        if problem.trace.peak_bytes <= problem.budget_bytes:
+            return compose(self.name, problem, notes=(FITS,))
+        facts = Sweep(problem)
+        gaps = swap_outs(problem, facts, self._settings, staying=staying)
+        notes = (f"not swappable any more: {len(staying)} storages",) if staying else ()
+        return compose(self.name, problem, swap_ins(problem, facts, gaps, self._settings), notes=notes)
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Yield the least recently used, or the largest, first."""
+        if self._settings.victim == "largest":
+            return until_covered(sorted(view.evictable(), key=view.nbytes, reverse=True), view, need_bytes)
+        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+
+
+def _about(family: Family, reconstructed: str) -> About:
+    return About(
+        family=family,
+        runs=(Runs.REAL, Runs.SIMULATED),
+        paper="Gao et al., Journal of Software 34(12), 2023",
+        reconstructed=reconstructed,
+    )
+
+
+class Survey1(_Survey):
+    """Swaps out when memory runs out; everything comes back on demand."""
+
+    name = "survey1"
+    summary = "survey, algorithm 1: swaps out the least recently used when memory runs out"
+    about = _about(
+        Family.SWAP_OUT,
+        "pseudo-code only; it does not say how tensors come back: on demand; nothing leaves while the step fits",
+    )
+
+    def __init__(self, *, victim: str = "lru") -> None:
+        super().__init__(Settings(victim=victim))
+
+
+class Survey2(_Survey):
+    """Swaps out as algorithm 1 and in ahead of use: by dependency, or by access time if `forward_s` is given."""
+
+    name = "survey2"
+    summary = "survey, algorithm 2: fetches what the next operators read, ahead of them"
+    about = _about(
+        Family.SWAP_IN,
+        f"pseudo-code only; swaps out by algorithm 1; looks {FORWARD_OPS} operators ahead; a read that does not fit is "
+        "put off",
+    )
+
+    def __init__(self, *, victim: str = "lru", forward_ops: int = FORWARD_OPS, forward_s: float | None = None) -> None:
+        super().__init__(Settings(victim=victim, forward_ops=forward_ops, forward_s=forward_s))
+
+
+class Survey3(_Survey):
+    """Swaps out and in, and learns what is not worth it.
+
+    `interval_s`: what would be needed again within that time stays (None: within the time of its own two transfers).
+    """
+
+    name = "survey3"
+    summary = "survey, algorithm 3: keeps what is needed again soon, and what was missed in the last step"
+    about = _about(
+        Family.JOINT,
+        "pseudo-code only; the interval is the time of both transfers; what was missed is kept from the next step on, "
+        "unless the step would not fit then",
+    )
+
+    def __init__(
+        self,
+        *,
+        victim: str = "lru",
+        forward_ops: int = FORWARD_OPS,
+        forward_s: float | None = None,
+        interval_s: float | None = None,
+    ) -> None:
+        super().__init__(
+            Settings(
+                victim=victim, forward_ops=forward_ops, forward_s=forward_s, interval_s=interval_s, round_trips=1.0
+            )
+        )
+        self._staying: frozenset[int] = frozenset()
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan for a step nothing is known of but its trace."""
+        self._staying = frozenset()
+        return super().plan(problem)
+
+    def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+        """Return the plan for the next step, in which what was found in storage stays, if that fits."""
+        missed = {
+            span.storage
+            for span in timeline.spans
+            if span.lane is Lane.IN and span.cause == "demand" and span.storage is not None
+        }
+        staying = self._staying | missed
+        if staying == self._staying:
+            return plan
+        revised = self._planned(problem, staying)
+        if revised.prediction is None or revised.prediction.peak_bytes > problem.budget_bytes:
+            return plan
+        self._staying = staying
+        return revised
+
+
+class Survey4(_Survey):
+    """Tries plans with different settings and keeps the fastest. `count_profile`: how many it may try."""
+
+    name = "survey4"
+    summary = "survey, algorithm 4: runs trial plans and keeps the fastest"
+    about = _about(
+        Family.JOINT,
+        "pseudo-code only; trials vary the victim, the look-ahead and the interval; they are predicted, not run",
+    )
+
+    def __init__(self, *, count_profile: int = 20) -> None:
+        super().__init__(Settings())
+        if count_profile < 1:
+            raise BadArgument(f"count_profile is {count_profile}: a plan takes 1 trial or more")
+        self._count_profile = count_profile
+
+    def settings(self) -> tuple[Settings, ...]:
+        """Return what is tried, in order."""
+        grid = product(TRIED_ROUND_TRIPS, TRIED_FORWARD_OPS, VICTIMS)
+        tried = [
+            Settings(victim=victim, forward_ops=forward_ops, round_trips=round_trips)
+            for round_trips, forward_ops, victim in grid
+        ]
+        return tuple(tried[: self._count_profile])
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the fastest trial that fits, or the one that needs least memory."""
+        if problem.trace.peak_bytes <= problem.budget_bytes:
+            return compose(self.name, problem, notes=(FITS,))
+        facts = Sweep(problem)
+        trials: list[tuple[Prediction, Settings, tuple[Swap, ...]]] = []
+        for settings in self.settings():
+            swaps = swap_ins(problem, facts, swap_outs(problem, facts, settings), settings)
+            trials.append((facts.run(swaps).prediction, settings, swaps))
+
+        def worth(trial: tuple[Prediction, Settings, tuple[Swap, ...]]) -> tuple[float, ...]:
+            prediction = trial[0]
+            over_bytes = max(0, prediction.peak_bytes - problem.budget_bytes)
+            return (over_bytes, prediction.step_s, prediction.moved_out_bytes)
+
+        prediction, best, swaps = min(trials, key=worth)
+        note = (
+            f"fastest of {len(trials)} trials, {format_seconds(prediction.step_s)}: {best.victim} first, "
+            f"{best.forward_ops} operators ahead, intervals from {best.round_trips:g} round trips on"
+        )
+        return compose(self.name, problem, swaps, notes=(note,), trials=len(trials))
