@@ -60,7 +60,7 @@ def bits(tensor: Tensor) -> Bits:
         if flat.is_conj() or flat.is_neg():
             flat = flat.resolve_conj().resolve_neg()
         flat = flat.as_strided((flat.numel(),), (1,)) if _is_dense(flat) else flat.contiguous().view(-1)
-        raw = flat.view(torch.uint8).numpy()
+        raw = flat.view(torch.uint8).cpu().numpy()
     return Bits(
         dtype=str(tensor.dtype),
         shape=tuple(tensor.shape),

@@ -20,6 +20,7 @@ class SwapAll:
 
     name = "swap_all"
     summary = "swaps every gap, fetched one use ahead"
+    adapts = False
 
     def plan(self, problem: Problem) -> Plan:
         """Return a swap for every gap of the trace."""

@@ -1,0 +1,50 @@
+"""Dymem: swap out when the last forward reader is done, fetch a number of operators ahead (Yang & Cheng, HPDC 2020).
+
+Each tensor has a counter of the forward operators that have yet to read it, so that forks, joins and skip connections
+need no special case: at zero it leaves. A gap of the trace begins exactly there. On the way back a read is requested
+`distance_ops` operators before the one that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.errors import BadArgument
+from lowtide.plan.layers import crossing_gaps
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.sweep import predict
+
+DISTANCE_OPS = 4
+
+
+class Dymem:
+    """Moves whatever no forward operator reads any more, whatever the budget is."""
+
+    name = "dymem"
+    summary = "Dymem: swaps out at the last forward reader, fetches a fixed number of operators ahead"
+    adapts = False
+    about = About(
+        family=Family.SWAP_OUT,
+        runs=(Runs.REAL, Runs.SIMULATED),
+        paper="Yang & Cheng, HPDC 2020",
+        reconstructed=f"all but the two rules, known from a survey only; the distance of {DISTANCE_OPS} operators",
+    )
+
+    def __init__(self, *, distance_ops: int = DISTANCE_OPS) -> None:
+        if distance_ops < 0:
+            raise BadArgument(f"distance_ops is {distance_ops}: it counts operators, so pass 0 or more")
+        self._distance_ops = distance_ops
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return a swap for everything that waits for the backward pass."""
+        swaps = tuple(
+            Swap(gap=gap, fetch_op=max(gap.before_op - self._distance_ops, gap.after_op + 1), tier=problem.tier)
+            for gap in sorted(crossing_gaps(problem.trace).values())
+        )
+        prediction = predict(problem, swaps)
+        return Plan(policy=self.name, budget_bytes=problem.budget_bytes, swaps=swaps, prediction=prediction)
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Yield the oldest first: their readers were done first."""
+        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)

@@ -1,0 +1,131 @@
+"""Layrub: layers share a few blocks of memory (Jin et al., ACM TACO 15(3), 2018).
+
+Between layers: data moves out when its last forward reader is done, and the block is only handed to the layer after the
+next one once the copy is complete. It moves back while the layer before it in the backward pass computes, and not
+earlier.
+
+Inside a layer: a gradient takes the place of data that is dead by then. PyTorch frees such data, and allocators reuse
+it, so nothing has to be executed for that: `aliases` works out who could take whose place, and the plan reports it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.trace import Kind, Phase, Trace
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument
+from lowtide.plan.layers import crossing_gaps, layers_of, step_at
+from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.sweep import predict
+
+_STRATEGIES = ("hybrid", "inter", "intra")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """A gradient that lives in the memory of dead data."""
+
+    gradient: int
+    data: int
+
+
+def aliases(trace: Trace) -> tuple[Alias, ...]:
+    """Return which gradients can live in whose memory, so that no two tensors share a block at the same time.
+
+    A gradient is a storage made by a backward operator; it takes the data that died last and is large enough.
+    """
+    gradients = [index for index, one in enumerate(trace.storages) if _in_phase(trace, one.first_op, Phase.BACKWARD)]
+    data = [
+        index
+        for index, one in enumerate(trace.storages)
+        if one.kind in (Kind.ACTIVATION, Kind.INPUT) and _in_phase(trace, one.first_op, Phase.FORWARD)
+    ]
+    # A block is free once its tenant is dead: (last operator of the tenant, block), ascending.
+    waiting = sorted((trace.storages[index].last_op, index) for index in data)
+    found = []
+    for index in sorted(gradients, key=lambda index: (trace.storages[index].first_op, index)):
+        gradient = trace.storages[index]
+        for position in range(bisect_right(waiting, (gradient.first_op - 1, len(trace.storages))) - 1, -1, -1):
+            _, block = waiting[position]
+            if trace.storages[block].nbytes >= gradient.nbytes > 0:
+                del waiting[position]
+                insort(waiting, (gradient.last_op, block))
+                found.append(Alias(gradient=index, data=block))
+                break
+    return tuple(found)
+
+
+def _in_phase(trace: Trace, op: int, phase: Phase) -> bool:
+    return 0 <= op < len(trace.ops) and trace.ops[op].phase is phase
+
+
+class Layrub:
+    """Moves data out between layers and lets gradients take the place of dead data.
+
+    `strategy`: "inter" (only the first), "intra" (only the second) or "hybrid".
+    """
+
+    name = "layrub"
+    summary = "Layrub: moves data out between layers, back one layer ahead"
+    about = About(
+        family=Family.SWAP_OUT,
+        runs=(Runs.REAL, Runs.SIMULATED),
+        paper="Jin et al., ACM TACO 15(3), 2018",
+        reconstructed=(
+            "blocks are shared by two layers, so the copy out of one is awaited at the end of the next; reuse inside a "
+            "layer is reported, since freed memory is reused by the allocator anyway"
+        ),
+    )
+
+    def __init__(self, *, strategy: str = "hybrid") -> None:
+        if strategy not in _STRATEGIES:
+            raise BadArgument(f"unknown strategy {strategy!r}: choose one of {', '.join(_STRATEGIES)}")
+        self._strategy = strategy
+        # Without its swaps it moves nothing, at any budget.
+        self.adapts = strategy == "intra"
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the moves between layers, and report the reuse inside them."""
+        swaps = () if self._strategy == "intra" else self._moves(problem)
+        notes: Sequence[str] = ()
+        if self._strategy != "inter":
+            storages = problem.trace.storages
+            reused = aliases(problem.trace)
+            nbytes = sum(storages[one.gradient].nbytes for one in reused)
+            notes = (f"{len(reused)} gradients, {format_bytes(nbytes)}, live in the memory of dead data",)
+        return Plan(
+            policy=self.name,
+            budget_bytes=problem.budget_bytes,
+            swaps=swaps,
+            prediction=predict(problem, swaps),
+            notes=tuple(notes),
+        )
+
+    def _moves(self, problem: Problem) -> tuple[Swap, ...]:
+        layers = layers_of(problem.trace)
+        ends = ends_of_layers(layers)
+        starts = sorted({layer.backward.start for layer in layers if layer.backward})
+        swaps = []
+        for gap in sorted(crossing_gaps(problem.trace).values()):
+            step = step_at(starts, gap.before_op)
+            fetch_op = max(starts[step - 1], gap.after_op + 1) if step > 0 else gap.before_op
+            arrived_op = max(starts[step], fetch_op) if step >= 0 else gap.before_op
+            swaps.append(
+                Swap(
+                    gap=gap,
+                    fetch_op=fetch_op,
+                    tier=problem.tier,
+                    landed_op=landing(ends, gap),
+                    arrived_op=arrived_op,
+                )
+            )
+        return that_fit(problem, swaps)
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Yield the oldest first: their readers were done first."""
+        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
