@@ -45,8 +45,10 @@ class Answer:
     failure: str | None = None
 
 
-def launch(job: Job, *, prefix: Sequence[str] = (), timeout_s: float = 3600.0) -> Answer:
-    """Run `job` in a fresh interpreter, behind the command `prefix` if there is one."""
+def launch(
+    job: Job, *, prefix: Sequence[str] = (), worker: str = "benchmarks.worker", timeout_s: float = 3600.0
+) -> Answer:
+    """Run `job` in a fresh interpreter that runs the module `worker`, behind the command `prefix` if there is one."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -56,7 +58,7 @@ def launch(job: Job, *, prefix: Sequence[str] = (), timeout_s: float = 3600.0) -
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     try:
         done = subprocess.run(
-            [*prefix, sys.executable, "-m", "benchmarks.worker"],
+            [*prefix, sys.executable, "-m", worker],
             input=json.dumps(asdict(job)),
             capture_output=True,
             text=True,

@@ -9,9 +9,10 @@ import sys
 import lowtide.core
 import lowtide.estimate
 import lowtide.plan
+import lowtide.report
 import lowtide.simulate
 
-PURE_PACKAGES = (lowtide.core, lowtide.estimate, lowtide.plan, lowtide.simulate)
+PURE_PACKAGES = (lowtide.core, lowtide.estimate, lowtide.plan, lowtide.report, lowtide.simulate)
 PURE_MODULES = (
     "lowtide",
     "lowtide.errors",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.execute.backend import Packed
+from lowtide.execute.backend import AskedByAllocator, Packed
 from lowtide.execute.events import Event, ReadFailed, Sole, Written
 from lowtide.execute.residency import Residence
 from lowtide.execute.runtime import Runtime
@@ -276,8 +276,10 @@ def test_a_saved_tensor_changed_after_it_was_handed_out_is_noticed_as_without_lo
 # ---- the runtime over a backend that is made up ----
 
 
-class Scripted:
+class Scripted(AskedByAllocator):
     """A backend in which the test decides what is where; it keeps every tensor, so nothing is ever wrong."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Kind, Op, Phase, Save, Storage, Trace
-from lowtide.execute.steps import Matcher, StepPlan, compile_plan
+from lowtide.execute.steps import Matcher, StepPlan, Turn, compile_plan
 
 
 def plan(*signature: int, **fields: object) -> StepPlan:
     return StepPlan(signature=signature, **fields)  # type: ignore[arg-type]
 
 
-def walk(matcher: Matcher, *signature: int) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+def walk(matcher: Matcher, *signature: int) -> list[Turn]:
     matcher.begin()
     return [matcher.advance(event) for event in signature]
 
@@ -31,31 +33,36 @@ def known(*plans: StepPlan) -> Matcher:
 def test_without_plans_a_step_is_reactive_from_start_to_end() -> None:
     matcher = Matcher()
     assert matcher.begin() is None
-    assert matcher.advance(1) == (False, (), ())
+    assert matcher.advance(1) == Turn()
     assert matcher.followed is None
     assert matcher.finish() is None
 
 
 def test_a_step_that_matches_gets_what_is_due_and_what_leaves_at_each_event() -> None:
     matcher = known(plan(1, 2, 3, due={1: (7,)}, leave={2: (8, 9)}))
-    assert walk(matcher, 1, 2, 3) == [(False, (), ()), (False, (7,), ()), (False, (), (8, 9))]
+    assert walk(matcher, 1, 2, 3) == [Turn(), Turn(due=(7,)), Turn(leave=(8, 9))]
+
+
+def test_what_a_synchronous_plan_waits_for_is_told_at_its_event() -> None:
+    matcher = known(plan(1, 2, 3, awaited={2: (4,)}))
+    assert walk(matcher, 1, 2, 3) == [Turn(), Turn(), Turn(awaited=(4,))]
 
 
 def test_an_event_that_does_not_match_switches_to_a_plan_with_the_same_beginning() -> None:
     first, second = plan(1, 2, 3), plan(1, 2, 4, leave={2: (5,)})
     matcher = known(first, second)
-    assert walk(matcher, 1, 2, 4)[-1] == (True, (), (5,))
+    assert walk(matcher, 1, 2, 4)[-1] == Turn(changed=True, leave=(5,))
     assert matcher.followed is second
 
 
 def test_a_switch_delivers_what_the_new_plan_wanted_back_by_now() -> None:
     matcher = known(plan(1, 2, 3), plan(1, 2, 4, due={0: (5,), 1: (6,), 2: (7,), 3: (8,)}))
-    assert walk(matcher, 1, 2, 4)[-1] == (True, (5, 6, 7), ())
+    assert walk(matcher, 1, 2, 4)[-1] == Turn(changed=True, due=(5, 6, 7))
 
 
 def test_an_event_that_no_plan_knows_ends_in_a_reactive_step() -> None:
     matcher = known(plan(1, 2, 3, due={2: (7,)}), plan(1, 2, 4))
-    assert walk(matcher, 1, 2, 9, 3) == [(False, (), ()), (False, (), ()), (True, (), ()), (False, (), ())]
+    assert walk(matcher, 1, 2, 9, 3) == [Turn(), Turn(), Turn(changed=True), Turn()]
     assert matcher.followed is None
     assert matcher.finish() is None
 
@@ -68,7 +75,7 @@ def test_a_plan_with_the_same_event_but_another_beginning_is_not_followed() -> N
 
 def test_a_step_longer_than_its_plan_turns_reactive() -> None:
     matcher = known(plan(1, 2))
-    assert walk(matcher, 1, 2, 3)[-1] == (True, (), ())
+    assert walk(matcher, 1, 2, 3)[-1] == Turn(changed=True)
 
 
 def test_a_step_that_ends_early_did_not_follow_the_longer_plan() -> None:
@@ -98,7 +105,7 @@ def test_the_plan_that_a_step_followed_is_the_first_to_be_tried_in_the_next() ->
 def test_a_new_plan_replaces_the_one_of_the_same_signature() -> None:
     old, new = plan(1, 2, due={0: (1,)}), plan(1, 2, due={1: (1,)})
     matcher = known(new, old)
-    assert walk(matcher, 1, 2) == [(False, (), ()), (False, (1,), ())]
+    assert walk(matcher, 1, 2) == [Turn(), Turn(due=(1,))]
     matcher.advance(9)
     assert matcher.followed is None, "the old plan is still known"
 
@@ -175,6 +182,20 @@ def test_a_prefetch_starts_at_the_last_event_before_its_operator() -> None:
 
 def test_what_is_fetched_on_demand_is_never_due() -> None:
     assert compiled(swap(0, 2, 8, 8)).due == {}
+
+
+def test_a_barrier_falls_on_the_first_event_once_its_operator_may_begin() -> None:
+    # The write can be asked for at event 1, before operator 2: who waits for it before operator 3 does so at event 2.
+    waiting = replace(swap(0, 2, 8, 7), landed_op=3)
+    assert compiled(waiting).awaited == {2: (0,)}
+
+
+def test_a_read_that_nobody_but_its_user_waits_for_has_no_barrier() -> None:
+    assert compiled(replace(swap(0, 2, 8, 7), arrived_op=8)).awaited == {}
+
+
+def test_a_swap_that_ends_before_the_gap_it_lies_in_belongs_to_the_use_that_follows() -> None:
+    assert compiled(swap(0, 2, 6, 5)).swapped == frozenset({0})
 
 
 def test_every_save_keeps_its_uses_and_the_step_its_signature() -> None:

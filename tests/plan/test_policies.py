@@ -47,8 +47,6 @@ class TestKeepAll(PolicyTests):
 
 
 class TestSwapAll(PolicyTests):
-    idle_when_everything_fits = False
-
     def make_policy(self) -> SwapAll:
         return SwapAll()
 

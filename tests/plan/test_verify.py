@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import Plan, Prediction, Problem, Swap
+from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import PlanError
 from lowtide.plan import verify
+from lowtide.plan.verify import clock, recipes, shape, spans
 from lowtide.testing.traces import chain_trace, machine_of
 
 # Four layers of 100 bytes, a second forward and two back; 100 bytes take 0.5 s on the link. The gaps are those of
@@ -149,7 +151,7 @@ def test_v6_a_prediction_that_does_not_conserve_bytes(out: int, back: int) -> No
 
 
 def test_v6_a_link_that_reads_before_the_write_has_landed() -> None:
-    replaying = verify._Replay(GOOD, PROBLEM)
+    replaying = clock._Replay(GOOD, PROBLEM, {})
     trip = replaying.trips[0]
     trip.landed_s = 3.0
     with pytest.raises(PlanError, match=r"V6: .* is read 1.000000 s before its write lands"):
@@ -157,13 +159,139 @@ def test_v6_a_link_that_reads_before_the_write_has_landed() -> None:
 
 
 def test_v6_a_storage_that_never_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: verify._Replay, trip: verify._Trip) -> float:
+    def forget(self: clock._Replay, trip: clock._Trip) -> float:
         self.away_bytes -= trip.nbytes
         return self.clock_s
 
-    monkeypatch.setattr(verify._Replay, "_return", forget)
+    monkeypatch.setattr(clock._Replay, "_return", forget)
     with pytest.raises(PlanError, match=r"V6: 100 bytes have to come back and 0 do"):
         verify.check(plan_of(swap(0, 2, 7)), PROBLEM)
+
+
+@pytest.mark.parametrize("landed_op", [2, 8])
+def test_v2_a_barrier_for_the_write_outside_of_its_gap(landed_op: int) -> None:
+    with pytest.raises(PlanError, match=rf"V2: .* operator {landed_op} wait for its write: .* after 2 and not after 7"):
+        verify.check(plan_of(replace(swap(0, 2, 7), landed_op=landed_op)), PROBLEM)
+
+
+@pytest.mark.parametrize("arrived_op", [4, 8])
+def test_v2_a_barrier_for_the_read_before_its_request_or_after_its_use(arrived_op: int) -> None:
+    with pytest.raises(PlanError, match=rf"V2: .* operator {arrived_op} wait for its read: .* from 5, .* to 7"):
+        verify.check(plan_of(replace(swap(0, 2, 7, 5), arrived_op=arrived_op)), PROBLEM)
+
+
+AGAIN = replace(PROBLEM, can_recompute=True)
+
+
+def again(storage: int, after_op: int, before_op: int, *ops: int) -> Plan:
+    gap = Gap(storage=storage, after_op=after_op, before_op=before_op)
+    return replace(plan_of(), recomputes=(Recompute(gap=gap, ops=ops),))
+
+
+def test_v7_a_sound_recomputation_passes() -> None:
+    seen = verify.replay(again(0, 2, 7, 0), AGAIN)
+    assert seen == verify.Replay(
+        peak_bytes=300, step_s=13.0, stall_s=0.0, moved_out_bytes=0, moved_in_bytes=0, recompute_s=1.0
+    )
+
+
+def test_v7_recomputation_where_nobody_can_run_operators_again() -> None:
+    with pytest.raises(PlanError, match=r"V7: .* and 0 more ask .* \(can_recompute is false\)"):
+        verify.check(again(0, 2, 7, 0), PROBLEM)
+
+
+def test_v1_and_v3_hold_for_recomputations_too() -> None:
+    with pytest.raises(PlanError, match=r"V1: the recomputation of storage 0 in operators 1 to 7 is in no gap"):
+        verify.check(again(0, 1, 7, 0), AGAIN)
+    both = replace(again(0, 4, 7, 0), swaps=(swap(0, 2, 4),))
+    with pytest.raises(PlanError, match=r"V3: the swap .* and the recomputation .* overlap"):
+        verify.check(both, AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("ops", "complaint"),
+    [
+        ((), "none of which makes it"),
+        ((1,), "none of which makes it"),
+        ((7,), "operator 7, which has not run before 7"),
+        ((-1, 0), "operator -1, which has not run"),
+        ((1, 0), "not in ascending order"),
+        ((0, 0), "not in ascending order"),
+    ],
+)
+def test_v7_a_list_of_operators_that_cannot_be_a_recipe(ops: tuple[int, ...], complaint: str) -> None:
+    with pytest.raises(PlanError, match=f"V7: .* {complaint}"):
+        verify.check(again(0, 2, 7, *ops), AGAIN)
+
+
+def test_v7_an_operand_that_is_not_in_memory() -> None:
+    # Storage 1 is made from storage 0, which is away until operator 7.
+    away = replace(again(1, 3, 6, 1), swaps=(swap(0, 2, 7),))
+    with pytest.raises(
+        PlanError, match=r"V7: .* operator 1 'layer1' again before 6, which reads storage 0, .* neither"
+    ):
+        verify.check(away, AGAIN)
+    verify.check(replace(again(1, 3, 6, 0, 1), swaps=(swap(0, 2, 7),)), AGAIN)
+    verify.check(replace(again(1, 3, 6, 1), swaps=(swap(0, 2, 6),)), AGAIN)
+
+
+def test_v7_an_operand_that_is_only_dropped_together_has_to_be_made() -> None:
+    # Storage 0 is never asked for again and is dropped until operator 6, for which storage 1 is made from it.
+    trace = replace(
+        TRACE,
+        saves=(replace(TRACE.saves[0], uses=(), released_op=6), *TRACE.saves[1:]),
+        ops=tuple(replace(op, reads=()) if index == 7 else op for index, op in enumerate(TRACE.ops)),
+    )
+    first, second = again(0, 2, 6), again(1, 3, 6, 1)
+    with pytest.raises(PlanError, match=r"V7: .* reads storage 0, which is neither in memory nor made before it"):
+        verify.check(replace(first, recomputes=(*first.recomputes, *second.recomputes)), replace(AGAIN, trace=trace))
+
+
+def changed(index: int, **changes: object) -> Problem:
+    ops = tuple(replace(op, **changes) if k == index else op for k, op in enumerate(TRACE.ops))
+    return replace(AGAIN, trace=replace(TRACE, ops=ops))
+
+
+def test_v7_an_operator_that_draws_random_numbers() -> None:
+    with pytest.raises(PlanError, match=r"V7: .* 'aten::native_dropout' again before 6, which draws random numbers"):
+        verify.check(again(1, 3, 6, 1), changed(1, name="aten::native_dropout"))
+
+
+def test_v7_an_operator_that_writes_what_was_there_before() -> None:
+    with pytest.raises(PlanError, match=r"V7: .* which writes storage 0, which existed before it"):
+        verify.check(again(1, 3, 6, 1), changed(1, writes=(0, 1)))
+
+
+def test_v7_an_operand_that_has_changed_since() -> None:
+    # Operator 2 changes storage 0, from which operator 1 made storage 1.
+    problem = changed(2, reads=(0, 1), writes=(0, 2))
+    with pytest.raises(PlanError, match=r"V7: .* reads storage 0, which operator 2 has changed since"):
+        verify.check(again(1, 3, 6, 1), problem)
+
+
+def test_v7_a_storage_that_was_changed_in_place_needs_all_its_writers() -> None:
+    # Operator 2 changes storage 1 in place: what operator 1 makes is not yet what was there.
+    problem = changed(2, reads=(1,), writes=(1, 2))
+    with pytest.raises(PlanError, match=r"V7: .* needs storage 1 as it was before operator 6, .* run operator 2 again"):
+        verify.check(again(1, 3, 6, 1), problem)
+    verify.check(again(1, 3, 6, 1, 2), problem)
+
+
+def test_v4_recomputation_that_does_not_fit_is_named() -> None:
+    # Operator 0 takes 200 bytes of scratch. There is room for that when it first runs and before operator 7, where 100
+    # bytes are alive, and not before operator 5.
+    problem = changed(0, peak_bytes=300)
+    verify.check(again(0, 2, 7, 0), problem)
+    with pytest.raises(PlanError, match=r"V4: operator 5 .*, with what runs again before it, needs 500 bytes"):
+        verify.check(again(0, 2, 5, 0), problem)
+
+
+def test_v5_a_dropped_operand_is_noticed() -> None:
+    wrong = WrongTrace(ops=TRACE.ops, storages=TRACE.storages, saves=TRACE.saves, static_bytes=0)
+    with pytest.raises(
+        PlanError, match=r"V5: operator 1 .* needs storage 0, which is not in memory \(it was dropped\)"
+    ):
+        verify.check(again(0, 1, 7, 0), replace(AGAIN, trace=wrong, budget_bytes=400))
 
 
 def test_a_storage_that_autograd_never_asks_for_is_written_and_not_read() -> None:
@@ -175,5 +303,7 @@ def test_a_storage_that_autograd_never_asks_for_is_written_and_not_read() -> Non
 
 
 def test_the_verifier_shares_no_code_with_the_policies() -> None:
-    source = verify.__spec__.loader.get_source(verify.__name__)  # type: ignore[union-attr]
-    assert "lowtide.plan." not in source.split('"""', 2)[2]
+    for module in (verify, clock, recipes, shape, spans):
+        source = module.__spec__.loader.get_source(module.__name__)  # type: ignore[union-attr]
+        imported = re.findall(r"^(?:from|import) (lowtide\.plan\S*)", source, flags=re.MULTILINE)
+        assert all(name.startswith("lowtide.plan.verify") for name in imported), module.__name__

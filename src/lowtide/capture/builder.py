@@ -32,8 +32,8 @@ class Recorded:
     """A trace, and where in it each save and use of the step fell.
 
     `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
-    numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the i-th
-    (the last one: after all), where the log says so.
+    numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the
+    i-th (the last one: after all), where the log says so.
     """
 
     trace: Trace

@@ -42,8 +42,12 @@ def echo_json(value: object) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path` so that a reader sees the old file or the new one, never half of it."""
-    text = json.dumps(value, indent=2, sort_keys=True, default=str) + "\n"
+    """Write `value` to `path` as JSON, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader sees the old file or the new one, never half of it."""
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

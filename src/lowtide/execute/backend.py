@@ -43,17 +43,29 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """What was logged of a step."""
+    """What was logged of a step.
+
+    `end_ns` is when it ended by the log's own clock (None: by the host's). `needs[i]` is how far live bytes rose,
+    beyond what was moved, between the i-th save or use and the next (`needs[0]`: before the first); empty if not
+    measured.
+    """
 
     entries: list[LogEntry]
     names: list[str]
+    end_ns: int | None = None
+    needs: tuple[int, ...] = ()
 
 
 class Backend(Protocol):
     """Fast memory with a budget, and the way to the tier below it. Calls that may wait say so."""
 
-    exact_budget: bool
-    """Whether the budget is enforced at every allocation (False: accounted for, and only advisory)."""
+    device: torch.device
+    """Where fast memory is: tensors of other devices are not managed."""
+
+    @property
+    def exact_budget(self) -> bool:
+        """Whether the budget is enforced at every allocation (False: accounted for, and only advisory)."""
+        ...
 
     def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
         """Enforce a budget; call `on_pressure(need_bytes)` when an allocation lacks room.
@@ -114,12 +126,32 @@ class Backend(Protocol):
         """Wait for a record's transfer. Raises `SpillError` if it failed."""
         ...
 
+    def stage(self, record: int) -> None:
+        """Bring a record closer without taking fast memory: it is due before long."""
+        ...
+
+    def expect(self, need_bytes: int | None) -> None:
+        """Note how much memory the step takes until its next save or use (None: not known)."""
+        ...
+
+    def prepare(self) -> None:
+        """Make room for what is expected, and let the device catch up if it is far behind. May wait."""
+        ...
+
     def usage(self) -> Usage:
         """Return the numbers now."""
         ...
 
+    def figures(self) -> dict[str, object]:
+        """Return what else there is to tell, for `Tide.stats`."""
+        ...
+
     def observe(self, *, names: bool, log: bool) -> None:
         """Watch which operator runs, and log the step in full."""
+        ...
+
+    def rest(self) -> None:
+        """Stop watching operators: the step has ended."""
         ...
 
     def take_log(self) -> Log | None:
@@ -162,3 +194,23 @@ class Backend(Protocol):
     def close(self, *, bring_back: bool = True) -> None:
         """Lift the budget and remove the spill; `bring_back` what is still saved, or let it go with the tier."""
         ...
+
+
+class AskedByAllocator:
+    """The parts of a backend that one whose allocator asks for room itself, and has one tier below, does without."""
+
+    def stage(self, record: int) -> None:
+        """Do nothing: there is one tier only."""
+
+    def expect(self, need_bytes: int | None) -> None:
+        """Do nothing: the allocator asks when it needs room."""
+
+    def prepare(self) -> None:
+        """Do nothing: the allocator asks when it needs room."""
+
+    def figures(self) -> dict[str, object]:
+        """Return nothing more."""
+        return {}
+
+    def rest(self) -> None:
+        """Go on watching: what runs between steps is named in errors too."""

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
-from lowtide.execute.backend import Log, Packed, Usage
+from lowtide.execute.backend import AskedByAllocator, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
@@ -26,10 +26,11 @@ from lowtide.tiers.medium import Medium
 _WAIT_MS = 200  # how often a wait looks up to let Ctrl-C through
 
 
-class CpuBackend:
+class CpuBackend(AskedByAllocator):
     """Fast memory is DRAM under the native allocator's budget; see `Backend` for the contract."""
 
     exact_budget = True
+    device = torch.device("cpu")
 
     def __init__(self, medium: Medium, *, verify: bool = False, threads: int = 2) -> None:
         self._native = load()

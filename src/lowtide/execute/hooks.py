@@ -59,7 +59,7 @@ class SavedTensor:
     def check_version(self, version_now: int) -> None:
         """Raise what stock autograd raises for a saved tensor that was changed in place."""
         if version_now != self.version:
-            kind = torch.empty(0, dtype=self.dtype).type()
+            kind = torch.empty(0, dtype=self.dtype, device=self.runtime.backend.device).type()
             raise changed_in_place(kind, self.shape, version_now, self.version)
 
 
@@ -73,14 +73,15 @@ def changed_in_place(kind: str, shape: tuple[int, ...], version_now: int, versio
     )
 
 
-def unmanaged_reason(tensor: torch.Tensor) -> str | None:
-    """Return why a saved tensor cannot be managed, or None if it can."""
+def unmanaged_reason(tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Return why a saved tensor cannot be managed on a device, or None if it can."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return f"tensor subclass {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"{tensor.layout} tensor"
-    if tensor.device.type != "cpu":
-        return f"tensor on {tensor.device.type}"
+    if tensor.device != device:
+        same_type = tensor.device.type == device.type
+        return f"tensor on {tensor.device}" if same_type else f"tensor on {tensor.device.type}"
     if tensor.is_nested:
         return "nested tensor"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

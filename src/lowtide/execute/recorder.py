@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -73,16 +74,18 @@ class Recorder:
         self._unhook()
         if log is None:
             return None
-        return build_trace(
+        recorded = build_trace(
             log.entries,
             log.names,
             static_bytes=self._static_bytes,
-            end_ns=end_ns,
+            end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
             kinds=self._kinds(),
             model=type(self._models[0]).__name__ if self._models else "",
             torch_version=torch.__version__,
         )
+        trace = replace(recorded.trace, device=self._backend.device.type)
+        return replace(recorded, trace=trace, needs=log.needs)
 
     def cancel(self) -> None:
         """Stop, and forget what was recorded."""
@@ -124,7 +127,7 @@ class Recorder:
             for tensor in tensors:
                 if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                     continue
-                if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                if tensor.device == self._backend.device and tensor.layout is torch.strided:
                     kinds.setdefault(self._backend.serial_of(tensor), kind)
 
         for model in self._models:

@@ -52,6 +52,8 @@ class Runtime:
             self._key_of.clear()
             self._next_key = 0
             self._follow(self.matcher.begin() is not None)
+            self._expect()
+        self.backend.prepare()
 
     def _follow(self, planned: bool) -> None:
         plan = self.matcher.followed
@@ -70,7 +72,7 @@ class Runtime:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Take a tensor that autograd saves."""
-        reason = unmanaged_reason(tensor)
+        reason = unmanaged_reason(tensor, self.backend.device)
         if reason is not None:
             self.unmanaged[reason] += 1
             return KeptTensor(tensor)
@@ -99,7 +101,9 @@ class Runtime:
                 if packed.is_new:
                     self.machine.on(e.Saved(packed.record, packed.nbytes, key))
             handle.key = self._key_of[packed.record]
-            self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))
+            awaited = self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))
+        self._await(awaited)
+        self.backend.prepare()
         return handle
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -117,13 +121,15 @@ class Runtime:
             if fetch:
                 self._fetch(record)
             with self._lock:
-                self._advance(-1 - handle.key)
+                awaited = self._advance(-1 - handle.key)
+            self._await(awaited)
             tensor = backend.tensor(handle.pack, handle.dtype)
             while tensor is None:
                 backend.wait(record)
                 tensor = backend.tensor(handle.pack, handle.dtype)
                 if tensor is None:  # it had left in the meantime
                     self._fetch(record)
+            backend.prepare()
         finally:
             with self._lock:
                 self._settle()
@@ -147,16 +153,33 @@ class Runtime:
                 return True
         return False
 
-    def _advance(self, signature: int) -> None:
-        changed, due, leave = self.matcher.advance(signature)
+    def _advance(self, signature: int) -> list[int]:
+        """Count one event of the step, do what the plan wants at it; return the records whose transfer it awaits."""
+        turn = self.matcher.advance(signature)
         self.machine.tick()
-        if changed:
+        if turn.changed:
             self._follow(True)
-        if leave:
-            self._run(self.machine.on(e.Leave(leave)))
+        self._expect()
+        if turn.leave:
+            self._run(self.machine.on(e.Leave(turn.leave)))
         self._run(self.machine.retry_deferred())
-        if due:
-            self._run(self.machine.on(e.Due(due)))
+        if turn.due:
+            self._run(self.machine.on(e.Due(turn.due)))
+        return self.machine.moving(turn.awaited) if turn.awaited else []
+
+    def _expect(self) -> None:
+        """Tell the backend what the plan knows of the time until the next event."""
+        plan, event = self.matcher.followed, len(self.matcher.signature) - 1
+        self.backend.expect(plan.need_bytes(event) if plan is not None else None)
+        for key in plan.stage.get(event, ()) if plan is not None else ():
+            record = self.machine.record_of(key)
+            if record is not None:
+                self.backend.stage(record)
+
+    def _await(self, records: list[int]) -> None:
+        """Wait for transfers that a synchronous plan waits for. Without the lock: see Note [Locks]."""
+        for record in records:
+            self.backend.wait(record)
 
     # ---- the backend's side ----
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan
@@ -19,6 +20,10 @@ from lowtide.core.plan import Plan
 class StepPlan:
     """Which keys leave, which are due back or gone again at which event, when each is used.
 
+    `awaited`: the keys whose transfer a synchronous plan waits for at an event, whether or not its bytes are needed.
+    `stage`: the keys that are due so soon after an event that a tier further down should bring them closer.
+    `needs[i]`: how much memory the step takes before its i-th event, beyond what is live (empty: not known).
+
     `signature` is what each event of the step looked like; a step follows the plan only while its own events match.
     """
 
@@ -27,35 +32,79 @@ class StepPlan:
     due: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     leave: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    stage: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    needs: tuple[int, ...] = ()
+
+    def need_bytes(self, event: int) -> int | None:
+        """Return what the step takes after the event (-1: before the first), if that is known."""
+        return self.needs[event + 1] if event + 1 < len(self.needs) else None
+
+
+# How many events before it is due a record is brought closer, where several tiers lie below one another.
+_STAGE_EVENTS = 24
+
+
+class Turn(NamedTuple):
+    """What one event of the step brings: another plan to follow, keys due back, to leave again, to wait for."""
+
+    changed: bool = False
+    due: tuple[int, ...] = ()
+    leave: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
 
 
 def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> StepPlan:
-    """Return a plan over operators as one over the events of the step that was recorded."""
+    """Return a plan over operators as one over the events of the step that was recorded.
+
+    Barriers fall on the first event once the write or read they wait for can have been asked for.
+    """
     trace, positions = recorded.trace, recorded.positions
-    key_of = {}
+    ends: dict[int, list[tuple[int, int]]] = {}
     for key, save in enumerate(trace.saves):
-        for use in (*save.uses, save.released_op):
-            key_of[save.storage, use] = key
+        ends.setdefault(save.storage, []).extend((use, key) for use in (*save.uses, save.released_op))
+    for known in ends.values():
+        known.sort()
     swapped: set[int] = set()
     due: dict[int, list[int]] = {}
     leave: dict[int, list[int]] = {}
+    awaited: dict[int, list[int]] = {}
     for swap in plan.swaps:
         gap = swap.gap
-        key = key_of[gap.storage, gap.before_op]
+        known = ends[gap.storage]
+        end_op, key = known[bisect_left(known, (gap.before_op, -1))]  # a swap may end before the gap it lies in
         save = trace.saves[key]
-        if gap.before_op == (save.uses[0] if save.uses else save.released_op):
+        if end_op == (save.uses[0] if save.uses else save.released_op):
             swapped.add(key)
         else:
             leave.setdefault(bisect_left(positions, gap.after_op), []).append(key)
-        if swap.fetch_op < gap.before_op:
+        if swap.fetch_op < end_op:
             due.setdefault(bisect_right(positions, swap.fetch_op) - 1, []).append(key)
+        for barrier_op in (swap.landed_op, swap.arrived_op):
+            if barrier_op is not None and barrier_op < gap.before_op:
+                awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
     return StepPlan(
         signature=tuple(signature),
         swapped=frozenset(swapped),
         due={event: tuple(keys) for event, keys in due.items()},
         leave={event: tuple(keys) for event, keys in leave.items()},
         uses=dict(enumerate(recorded.use_events)),
+        awaited={event: tuple(keys) for event, keys in awaited.items()},
+        stage=_staged(swapped, due, recorded.use_events),
+        needs=recorded.needs,
     )
+
+
+def _staged(
+    swapped: set[int], due: Mapping[int, Sequence[int]], use_events: Sequence[Sequence[int]]
+) -> dict[int, tuple[int, ...]]:
+    """Return which keys to bring closer at which event: some time before they are due, or used if nobody fetches."""
+    when = {key: uses[0] for key, uses in enumerate(use_events) if key in swapped and uses}
+    when |= {key: event for event, keys in due.items() for key in keys}
+    staged: dict[int, list[int]] = {}
+    for key, event in sorted(when.items(), key=lambda item: item[1]):
+        staged.setdefault(max(0, event - _STAGE_EVENTS), []).append(key)
+    return {event: tuple(keys) for event, keys in staged.items()}
 
 
 class Matcher:
@@ -81,20 +130,22 @@ class Matcher:
         """The plan that the step follows, if any."""
         return self._followed
 
-    def advance(self, signature: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """Take in the step's next event; return if the plan changed, the keys due back and those to leave again."""
+    def advance(self, signature: int) -> Turn:
+        """Take in the step's next event; return what it brings."""
         index = len(self.signature)
         self.signature.append(signature)
         plan = self._followed
         if plan is None:
-            return False, (), ()
+            return Turn()
         if index < len(plan.signature) and plan.signature[index] == signature:
-            return False, plan.due.get(index, ()), plan.leave.get(index, ())
+            return Turn(
+                due=plan.due.get(index, ()), leave=plan.leave.get(index, ()), awaited=plan.awaited.get(index, ())
+            )
         self._followed = self._other(index + 1)
         if self._followed is None:
-            return True, (), ()
+            return Turn(changed=True)
         due = tuple(key for event in range(index + 1) for key in self._followed.due.get(event, ()))
-        return True, due, self._followed.leave.get(index, ())
+        return Turn(changed=True, due=due, leave=self._followed.leave.get(index, ()))
 
     def finish(self) -> StepPlan | None:
         """End a step; return the plan it followed to its end, which is the first to be tried in the next one."""

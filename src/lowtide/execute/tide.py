@@ -14,19 +14,18 @@ from typing import Self, TypeVar
 import torch
 
 from lowtide import registry
-from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
-from lowtide.errors import BadArgument, LowtideError, NativeUnavailable
-from lowtide.estimate.links import machine_for
-from lowtide.execute.backend import Backend
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, LowtideError
+from lowtide.execute.backend import Usage
+from lowtide.execute.opening import open_backend
 from lowtide.execute.recorder import Recorder
 from lowtide.execute.runtime import Runtime
 from lowtide.execute.steps import compile_plan
-from lowtide.memory.budget import BudgetLike, parse_budget
+from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
-from lowtide.tiers.medium import Medium
-from lowtide.tiers.open import Spill, open_medium
+from lowtide.tiers.open import Spill
 
 # The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
 # state exist, is the allocator warm, and do operators take the time they will go on taking.
@@ -54,20 +53,11 @@ class Tide:
         moves_nothing: bool = False,
     ) -> None:
         self._policy = registry.policy(policy)
-        budgets = parse_budget(budget, held_bytes=_held_bytes(models, optimizers))
-        self._budget_bytes = budgets.fast_bytes
-        medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
-        try:
-            if medium.lossy and not moves_nothing:
-                raise BadArgument(
-                    f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
-                    "pass a directory as spill"
-                )
-            self._machine: Machine = machine_for(medium)
-            self._backend = _open_backend(medium, verify=verify)
-        except BaseException:
-            medium.close()
-            raise
+        opened = open_backend(
+            models, optimizers, budget=budget, spill=spill, verify=verify, moves_nothing=moves_nothing
+        )
+        self._backend, self._machine = opened.backend, opened.machine
+        self._budget_bytes, self._spill_name = opened.budget_bytes, opened.spill_name
         # What is worth moving depends on the budget: a small model under a small one works as a large one does.
         least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
         self._runtime = Runtime(self._backend, self._policy, least_bytes=least_bytes, strict=strict)
@@ -100,8 +90,7 @@ class Tide:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one training step (or an evaluation pass) inside the budget."""
-        if self._closed:
-            raise BadArgument("this tide is closed: open a new one with lowtide.fit(...)")
+        self._check_open()
         if self._inside:
             raise BadArgument("tide.step() is already active: steps cannot be nested")
         try:
@@ -150,6 +139,7 @@ class Tide:
     def end_step(self) -> None:
         """End a step that went well: learn from it and plan the next."""
         self._inside = False
+        self._backend.rest()
         self._step_s.append(time.perf_counter() - self._started)
         self._step_stall_s = self._backend.usage().stall_s - self._stall_before
         if self._runtime.failure is not None:
@@ -160,6 +150,7 @@ class Tide:
     def abandon_step(self) -> None:
         """End a step that raised: nothing is learnt from it."""
         self._inside = False
+        self._backend.rest()
         self._recorder.cancel()
 
     def _learn(self) -> None:
@@ -196,7 +187,20 @@ class Tide:
     def _under_pressure(self) -> bool:
         return self._trace is None or self._trace.peak_bytes > self._budget_bytes
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadArgument("this tide is closed: open a new one with lowtide.fit(...)")
+
     # ---- answers ----
+
+    def __repr__(self) -> str:
+        if self._closed:
+            state = "closed"
+        else:
+            kind = "peak" if self._backend.exact_budget else "advisory peak"
+            state = f"{kind} {format_bytes(self._backend.usage().peak_bytes)}, spill to {self._spill_name}"
+        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
+        return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
 
     def stats(self) -> dict[str, object]:
         """Return what happened so far: bytes, seconds and counts, ready for a logger."""
@@ -204,6 +208,7 @@ class Tide:
         return {
             "budget_bytes": self._budget_bytes,
             "budget_exact": self._backend.exact_budget,
+            "over_budget_bytes": self._over_budget_bytes(usage),
             "peak_bytes": usage.peak_bytes,
             "peak_reserved_bytes": usage.peak_reserved_bytes,
             "static_bytes": self._static_bytes,
@@ -217,7 +222,12 @@ class Tide:
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
             "unmanaged": dict(self._runtime.unmanaged),
+            **self._backend.figures(),
         }
+
+    def _over_budget_bytes(self, usage: Usage) -> int:
+        """Return by how much the budget was passed: never, where allocations are refused."""
+        return 0 if self._backend.exact_budget else max(0, usage.peak_bytes - self._budget_bytes)
 
     def trace(self) -> Trace:
         """Return the last recorded step. Raises `BadArgument` before the first step has ended."""
@@ -244,6 +254,7 @@ class Tide:
         self._backend.close(bring_back=bring_back)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
@@ -269,9 +280,10 @@ def fit(
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
     `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
-    "40GiB"}. `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an
-    object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `model` and
-    `optimizer` (one, several or none) are not changed; they tell parameters from activations in traces and reports.
+    "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}.
+    `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
+    keep a checksum of everything that leaves and compare it when it comes back. `model` and `optimizer` (one, several
+    or none) are not changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -288,31 +300,6 @@ def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str)
         if not isinstance(item, kind):
             raise BadArgument(f"{name} is a {type(item).__name__}: pass {what}, a list of them or None")
     return items
-
-
-def _open_backend(medium: Medium, *, verify: bool) -> Backend:
-    from lowtide.execute.cpu import CpuBackend
-
-    try:
-        return CpuBackend(medium, verify=verify)
-    except NativeUnavailable as error:
-        from lowtide.execute.advisory import AdvisoryBackend
-
-        return AdvisoryBackend(medium, verify=verify, reason=str(error))
-
-
-def _held_bytes(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the bytes of the tensors that exist already: "auto" counts them in, the kernel counts them as used."""
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    for optimizer in optimizers:
-        tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or lazy and not there yet
-            storage = tensor.untyped_storage()
-            if storage.device.type == "cpu":
-                sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
 
 
 def _close_if_alive(reference: weakref.ref[Tide]) -> None:

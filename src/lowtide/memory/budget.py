@@ -14,7 +14,7 @@ The margin is a tenth, and at least 256 MiB: threads' stacks, library scratch, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -32,10 +32,17 @@ BudgetLike = int | str | Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """A budget in bytes for each tier; `disk_bytes` None means as much as the disk has."""
+    """A budget in bytes for each tier; `disk_bytes` None means as much as the disk has.
+
+    Fast memory is the CPU's, or an accelerator's where the budget is stated for one: then `host_bytes` is for the
+    pinned memory below it (None: not stated), and `devices` are the budgets of single devices, such as ("cuda:1",
+    2**30).
+    """
 
     fast_bytes: int
     disk_bytes: int | None = None
+    host_bytes: int | None = None
+    devices: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,48 @@ class MemoryLimit:
     source: str
     limit_bytes: int
     left_bytes: int
+
+
+def names_accelerator(budget: BudgetLike) -> bool:
+    """Tell whether a budget is stated for accelerators: `{"device": ...}`, or by device as in `{"cuda:0": ...}`."""
+    return isinstance(budget, Mapping) and any(_is_device(key) for key in budget)
+
+
+def parse_device_budget(
+    budget: BudgetLike, *, free_bytes: Callable[[], int], held_bytes: int = 0, root: Path = Path("/")
+) -> Budgets:
+    """Return what `budget` allows on an accelerator and below it; the same forms, and {"device": ..., "cpu": ...}.
+
+    "auto" is what the device has free, `free_bytes()`, plus what this process's tensors hold there, less a margin.
+    `devices` of the result are the budgets stated by device; without "device", its `fast_bytes` is the largest of them.
+    """
+
+    def device_bytes(value: object, what: str) -> int:
+        if isinstance(value, str) and value.strip().lower() == "auto":
+            usable = free_bytes() + held_bytes
+            return usable - int(usable * MARGIN_SHARE)
+        return _positive_bytes(value, what=what)
+
+    if not isinstance(budget, Mapping):
+        return Budgets(fast_bytes=device_bytes(budget, "budget"))
+    unknown = [key for key in budget if key not in ("cpu", "disk") and not _is_device(key)]
+    if unknown:
+        raise BadArgument(
+            f"unknown tier {unknown[0]!r} in the budget: use 'device', 'cpu' and 'disk', as in {_DEVICE_EXAMPLE}"
+        )
+    devices = tuple(
+        (key, device_bytes(value, f"budget of {key}")) for key, value in budget.items() if _DEVICE.fullmatch(key)
+    )
+    if "device" not in budget and not devices:
+        raise BadArgument(f"the budget names no 'device' bytes: state them, as in {_DEVICE_EXAMPLE}")
+    host, disk = budget.get("cpu"), budget.get("disk")
+    fast = device_bytes(budget["device"], "device budget") if "device" in budget else max(each for _, each in devices)
+    return Budgets(
+        fast_bytes=fast,
+        host_bytes=None if host is None else _fast_bytes(host, held_bytes=0, root=root),
+        disk_bytes=None if disk is None else _positive_bytes(disk, what="disk budget"),
+        devices=devices,
+    )
 
 
 def parse_budget(budget: BudgetLike, *, held_bytes: int = 0, root: Path = Path("/")) -> Budgets:
@@ -68,6 +117,12 @@ def parse_budget(budget: BudgetLike, *, held_bytes: int = 0, root: Path = Path("
 
 
 _EXAMPLE = "{'cpu': '2GiB', 'disk': '40GiB'}"
+_DEVICE_EXAMPLE = "{'device': '6GiB', 'cpu': '8GiB', 'disk': '100GiB'}"
+_DEVICE = re.compile(r"[a-z]+:[0-9]+")
+
+
+def _is_device(key: object) -> bool:
+    return isinstance(key, str) and (key == "device" or _DEVICE.fullmatch(key) is not None)
 
 
 def auto_bytes(*, held_bytes: int = 0, root: Path = Path("/")) -> int:

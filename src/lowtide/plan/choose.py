@@ -49,7 +49,7 @@ def candidates(problem: Problem, facts: Sweep) -> list[Candidate]:
         nbytes = facts.sizes[gap.storage]
         if nbytes == 0:
             continue
-        returns = facts.released_unused.get(gap.storage) != gap.before_op
+        returns = facts.returns(gap)
         found.append(
             Candidate(
                 gap=gap,
@@ -69,6 +69,11 @@ def longest_first(candidate: Candidate) -> tuple[float, ...]:
     return (not candidate.worthwhile, -candidate.slack_s)
 
 
+def earliest_first(candidate: Candidate) -> tuple[float, ...]:
+    """Rank by the beginning of the gap: its write lands soonest, which counts where the peak is near."""
+    return (not candidate.worthwhile, candidate.slack_s < 0, candidate.gap.after_op, -candidate.slack_s)
+
+
 def furthest_first(candidate: Candidate) -> tuple[float, ...]:
     """Rank by the next use, as Belady does: it leaves the most memory free for the longest time to come."""
     return (not candidate.worthwhile, candidate.slack_s < 0, -candidate.gap.before_op, -candidate.slack_s)
@@ -77,6 +82,11 @@ def furthest_first(candidate: Candidate) -> tuple[float, ...]:
 def largest_first(candidate: Candidate) -> tuple[float, ...]:
     """Rank by bytes times slack: few, large transfers."""
     return (not candidate.worthwhile, -candidate.slack_s * candidate.nbytes)
+
+
+def smallest_first(candidate: Candidate) -> tuple[float, ...]:
+    """Rank by bytes, those that hide before the others: what is taken exceeds the need least."""
+    return (not candidate.worthwhile, candidate.slack_s < 0, candidate.nbytes, -candidate.slack_s)
 
 
 def choose(found: Sequence[Candidate], *, need_bytes: Sequence[int], rank: Rank) -> list[Candidate]:
@@ -112,13 +122,15 @@ def _without_surplus(
 ) -> list[int]:
     """Return `chosen` less the gaps that later choices made superfluous, the worst ranked going first."""
     spare = Curve([-need for need in need_bytes])
-    for k in chosen:
-        spare.add(found[k].gap.after_op, found[k].gap.before_op, found[k].nbytes)
+    spare.add_all((found[k].gap.after_op, found[k].gap.before_op, found[k].nbytes) for k in chosen)
     kept = []
+    tight = -1  # where the last one turned out to be needed: most others are needed there, too
     for k in sorted(chosen, key=lambda k: ranks[k], reverse=True):
-        gap = found[k].gap
-        if spare.lowest(gap.after_op, gap.before_op) >= found[k].nbytes:
-            spare.add(gap.after_op, gap.before_op, -found[k].nbytes)
+        gap, nbytes = found[k].gap, found[k].nbytes
+        if not gap.after_op <= tight < gap.before_op or spare.at(tight) >= nbytes:
+            tight = spare.lowest_op(gap.after_op, gap.before_op)
+        if spare.at(tight) >= nbytes:
+            spare.add(gap.after_op, gap.before_op, -nbytes)
         else:
             kept.append(k)
     return kept

@@ -1,13 +1,14 @@
-"""Predicts what a set of swaps costs: one sweep over the operators with the link's queues beside it.
+"""Predicts what a set of decisions costs: one sweep over the operators with the link's queues beside it.
 
-The model (docs/policies.md states it in full; `verify.py` replays it on its own):
+The model (docs/policies.md states it in full; `verify/` replays it on its own):
 
 - operators run one after another; writes are requested when `after_op` begins, reads when `fetch_op` begins;
 - the link serves the oldest request that can start, one at a time (one each way if it is duplex);
 - a write frees its bytes when it lands; a read takes them when it starts, which it may only do once its own write has
   landed and if they fit from then on until the operator that needs them;
-- an operator waits for operands that are still on their way out, then for writes that hold the memory it lacks, then,
-  ahead of the queue, for its operands to come back.
+- an operator waits for writes that it is a barrier for and operands that are still on their way out, then for writes
+  that hold the memory it lacks, then, ahead of the queue, for its operands to come back;
+- operators that run again before it (rerun.py) make it longer, and higher where they need more memory than it does.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from itertools import accumulate
 from math import inf
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import Prediction, Problem, Swap
+from lowtide.core.plan import Prediction, Problem, Recompute, Swap
+from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
 from lowtide.plan.curve import Curve
+from lowtide.plan.rerun import Rerun, Reruns
 
 
 def link_of(problem: Problem) -> Link:
@@ -38,18 +41,24 @@ class Outcome:
 
     `short`: operators that waited for writes to land, with the bytes they lacked when they wanted to begin.
     `late`: positions in the swaps given whose operator waited for their read, with the seconds it waited.
+    `over`: operators that pass the budget all the same. `begin_s`: when each operator is reached, before it waits, and
+    when the step ends.
     """
 
     prediction: Prediction
     short: tuple[tuple[int, int], ...]
     late: tuple[tuple[int, float], ...]
+    over: tuple[int, ...]
+    begin_s: list[float]
 
 
 class Sweep:
-    """The facts of one problem, ready to judge many sets of swaps."""
+    """The facts of one problem, ready to judge many sets of decisions."""
 
     def __init__(self, problem: Problem) -> None:
         trace = problem.trace
+        self._trace = trace
+        self._reruns: Reruns | None = None
         self.link = link_of(problem)
         self.budget_bytes = problem.budget_bytes
         self.peak_bytes = [op.peak_bytes for op in trace.ops]
@@ -64,45 +73,61 @@ class Sweep:
             if save.uses:
                 self.released_unused.pop(save.storage, None)
 
-    def comes_back(self, swap: Swap) -> bool:
-        """Tell whether the swap ends with a read."""
-        return self.released_unused.get(swap.gap.storage) != swap.gap.before_op
+    def returns(self, gap: Gap) -> bool:
+        """Tell whether the storage is needed again at the end of the gap, within the step."""
+        return gap.before_op < len(self.peak_bytes) and self.released_unused.get(gap.storage) != gap.before_op
 
-    def run(self, swaps: Sequence[Swap]) -> Outcome:
-        """Return what a step with these swaps is predicted to take."""
-        return _Run(self, swaps).outcome()
+    def due_op(self, swap: Swap) -> int:
+        """Return the operator from which on the storage is in memory again."""
+        return swap.arrived_op if swap.arrived_op is not None and self.returns(swap.gap) else swap.gap.before_op
+
+    def reruns(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute]) -> list[Rerun]:
+        """Return what the recomputations add to the operators they run for."""
+        if not recomputes:
+            return []
+        if self._reruns is None:
+            self._reruns = Reruns(self._trace)
+        return self._reruns.of(swaps, recomputes, due_op=[self.due_op(swap) for swap in swaps])
+
+    def run(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Outcome:
+        """Return what a step with these decisions is predicted to take."""
+        return _Run(self, swaps, recomputes).outcome()
 
 
-def predict(problem: Problem, swaps: Sequence[Swap]) -> Prediction:
-    """Return what a step of `problem` with these swaps is predicted to take."""
-    return Sweep(problem).run(swaps).prediction
+def predict(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Prediction:
+    """Return what a step of `problem` with these decisions is predicted to take."""
+    return Sweep(problem).run(swaps, recomputes).prediction
 
 
 class _Run:
     """One sweep. Swaps are named by their position in the argument."""
 
-    def __init__(self, facts: Sweep, swaps: Sequence[Swap]) -> None:
-        count = len(facts.peak_bytes)
+    def __init__(self, facts: Sweep, swaps: Sequence[Swap], recomputes: Sequence[Recompute]) -> None:
         self.facts = facts
         self.budget = facts.budget_bytes
         self.duplex = facts.link.duplex
         self.size = [facts.sizes[swap.gap.storage] for swap in swaps]
-        self.needed_at = [swap.gap.before_op for swap in swaps]
-        self.comes_back = [facts.comes_back(swap) for swap in swaps]
-        self.least = self._least_bytes(swaps)
+        self.needed_at = [facts.due_op(swap) for swap in swaps]
+        self.comes_back = [facts.returns(swap.gap) for swap in swaps]
+        reruns = facts.reruns(swaps, recomputes)
+        self.rerun_s = {one.before_op: one.duration_s for one in reruns}
+        self.least = self._least_bytes(swaps, recomputes, reruns)
         # At every operator, with the prefetches that have begun; at the running one that is `least + ahead_bytes`.
         self.curve = Curve(self.least)
         self.ahead_bytes = 0
         order = sorted(range(len(swaps)), key=lambda k: swaps[k].gap)
-        self.writes_at: list[list[int]] = [[] for _ in range(count + 1)]
-        self.reads_at: list[list[int]] = [[] for _ in range(count + 1)]
-        self.due_at: list[list[int]] = [[] for _ in range(count + 1)]
+        self.writes_at: dict[int, list[int]] = {}
+        self.reads_at: dict[int, list[int]] = {}
+        self.due_at: dict[int, list[int]] = {}
+        self.barred_at: dict[int, list[int]] = {}
         for k in order:
-            self.writes_at[swaps[k].gap.after_op].append(k)
-            self.due_at[self.needed_at[k]].append(k)
+            self.writes_at.setdefault(swaps[k].gap.after_op, []).append(k)
+            self.due_at.setdefault(self.needed_at[k], []).append(k)
+            if (barrier := swaps[k].landed_op) is not None:
+                self.barred_at.setdefault(barrier, []).append(k)
         for k in sorted(order, key=lambda k: self.needed_at[k]):
             if swaps[k].fetch_op < self.needed_at[k] and self.comes_back[k]:
-                self.reads_at[swaps[k].fetch_op].append(k)
+                self.reads_at.setdefault(swaps[k].fetch_op, []).append(k)
         # Queues are lists with a head position; both are in order of request.
         self.write_queue: list[tuple[float, int]] = []
         self.write_head = 0
@@ -121,29 +146,39 @@ class _Run:
         self.peak = 0
         self.moved_in = 0
 
-    def _least_bytes(self, swaps: Sequence[Swap]) -> list[int]:
-        """Return the bytes at each operator with every swap absent all through its gap."""
+    def _least_bytes(
+        self, swaps: Sequence[Swap], recomputes: Sequence[Recompute], reruns: Sequence[Rerun]
+    ) -> list[int]:
+        """Return the bytes at each operator with everything absent all through its gap."""
         change = [0] * (len(self.facts.peak_bytes) + 1)
-        for swap, nbytes in zip(swaps, self.size, strict=True):
+        for swap, nbytes, needed_at in zip(swaps, self.size, self.needed_at, strict=True):
             change[swap.gap.after_op] -= nbytes
-            change[swap.gap.before_op] += nbytes
-        return [peak + away for peak, away in zip(self.facts.peak_bytes, accumulate(change), strict=False)]
+            change[needed_at] += nbytes
+        for one in recomputes:
+            change[one.gap.after_op] -= self.facts.sizes[one.gap.storage]
+            change[one.gap.before_op] += self.facts.sizes[one.gap.storage]
+        peaks = self.facts.peak_bytes
+        if reruns:
+            peaks = list(peaks)
+            for rerun in reruns:
+                peaks[rerun.before_op] = max(peaks[rerun.before_op], rerun.peak_bytes)
+        return [peak + away for peak, away in zip(peaks, accumulate(change), strict=False)]
 
     def outcome(self) -> Outcome:
         """Sweep over all operators."""
-        clock = 0.0
+        clock = stall_s = 0.0
         short: list[tuple[int, int]] = []
         late: list[tuple[int, float]] = []
+        over: list[int] = []
+        begin_s: list[float] = []
         for i, duration in enumerate(self.facts.duration_s):
             self._advance(clock)
-            self.op = i
-            for k in self.writes_at[i]:
-                self.write_queue.append((clock, k))
-                self.queued_bytes += self.size[k]
-            for k in self.reads_at[i]:
-                self.read_queue.append((clock, k))
-            due = self.due_at[i]
+            begin_s.append(clock)
+            self._reach(i, clock)
+            due = self.due_at.get(i, ())
             arrived = clock
+            for k in self.barred_at.get(i, ()):
+                clock = max(clock, self._land(k, clock))
             for k in due:
                 clock = max(clock, self._land(k, clock))
                 if self.read_end_s[k] >= 0:
@@ -162,20 +197,39 @@ class _Run:
                     late.append((k, done - arrived))
                 ready = max(ready, done)
             clock = ready
-            self.peak = max(self.peak, self._live() + self._held(clock))
-            clock += duration
-        compute_s = self.facts.start_s[-1]
+            stall_s += clock - arrived
+            live = self._live() + self._held(clock)
+            if live > self.peak:
+                self.peak = live
+            if live > self.budget:
+                over.append(i)
+            clock += duration + self.rerun_s.get(i, 0.0)
+        recompute_s = sum(self.rerun_s.values(), start=0.0)
         return Outcome(
             prediction=Prediction(
                 peak_bytes=self.peak,
                 step_s=clock,
-                stall_s=max(0.0, clock - compute_s),
+                stall_s=stall_s,
                 moved_out_bytes=sum(self.size),
                 moved_in_bytes=self.moved_in,
+                recompute_s=recompute_s,
             ),
             short=tuple(short),
             late=tuple(late),
+            over=tuple(over),
+            begin_s=[*begin_s, clock],
         )
+
+    def _reach(self, op: int, at_s: float) -> None:
+        """Request what the start of an operator sets off."""
+        self.op = op
+        # A read that found no room beside the operators before begins beside this one at the earliest.
+        self.now_s = max(self.now_s, at_s)
+        for k in self.writes_at.get(op, ()):
+            self.write_queue.append((at_s, k))
+            self.queued_bytes += self.size[k]
+        for k in self.reads_at.get(op, ()):
+            self.read_queue.append((at_s, k))
 
     def _live(self) -> int:
         """Return the bytes alive beside the running operator once all writes have landed."""
@@ -187,7 +241,7 @@ class _Run:
 
     def _advance(self, until_s: float) -> None:
         """Let the link work beside operator `self.op` on what can start before `until_s`."""
-        while True:
+        while self.write_head < len(self.write_queue) or self.read_head < len(self.read_queue):
             write_s = read_s = inf
             write_asked = read_asked = inf
             if self.write_head < len(self.write_queue):

@@ -1,9 +1,11 @@
-"""What every policy has to do, as a pytest class to subclass.
+"""What every policy has to do, as a pytest class to subclass: the cross-system suite.
 
 class TestMyPolicy(PolicyTests):
     def make_policy(self): return MyPolicy()
 
-Pytest collects the subclass if its name starts with `Test`.
+Pytest collects the subclass if its name starts with `Test`. The suite is about plans: safety (every rule of the
+verifier), conservation of bytes, bounds that no system can beat, and the limits of endless memory, an endless and a
+dead link. A policy may declare `adapts = False`: it moves things whatever the budget is.
 """
 
 from __future__ import annotations
@@ -11,28 +13,35 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import Problem
+from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
-from lowtide.plan.policy import Policy
-from lowtide.plan.verify import check
-from lowtide.testing.traces import chain_trace, machine_of, make_trace, residual_trace, skip_trace
+from lowtide.plan.policy import Family, Policy
+from lowtide.plan.verify import Replay, replay
+from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
+from lowtide.testing.traces import chain_trace, machine_of, make_trace, problems, residual_trace, skip_trace
 
-_TRACES = (
+TRACES = (
     make_trace((), (), (), model="empty"),
     chain_trace(1, model="one layer"),
     chain_trace(12, scratch_bytes=1 << 19, static_bytes=1 << 20),
     residual_trace(4),
     skip_trace(6),
+    vgg_trace(2),
+    resnet_trace(3),
+    unet_trace(2),
+    branches_trace(1),
+    transformer_trace(1),
 )
-_LINKS = (
-    Link(write_bytes_per_s=2e9, read_bytes_per_s=3e9, write_latency_s=1e-4, read_latency_s=1e-4),
-    Link(write_bytes_per_s=1e8, read_bytes_per_s=1e8, duplex=True),
-)
+FAST = Link(write_bytes_per_s=2e9, read_bytes_per_s=3e9, write_latency_s=1e-4, read_latency_s=1e-4)
+SLOW = Link(write_bytes_per_s=1e8, read_bytes_per_s=1e8, duplex=True)
+ENDLESS = Link(write_bytes_per_s=math.inf, read_bytes_per_s=math.inf)
+DEAD = Link(write_bytes_per_s=1e-3, read_bytes_per_s=1e-3)
+EXAMPLES = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +80,83 @@ class FakeView:
         """Return the record's next event."""
         return self._records[record].next_use
 
+    def recompute_s(self, record: int) -> float:
+        """Return a second for every record: what making it again takes is known to some views only."""
+        return 1.0 + 0 * record
+
+    def staleness_s(self, record: int) -> float:
+        """Return a second for every event that the record's last one lies behind the newest."""
+        newest = max((one.last_access for one in self._records), default=0)
+        return float(newest - self._records[record].last_access)
+
+
+def adapts(policy: Policy) -> bool:
+    """Tell whether a policy leaves alone what fits; those that do not say so with `adapts = False`."""
+    return bool(getattr(policy, "adapts", True))
+
+
+def assert_sound(plan: Plan, problem: Problem) -> Replay | None:
+    """Assert everything that holds for a plan of any policy, and return what the verifier saw (None: over the budget).
+
+    A plan either keeps the budget or predicts that it does not; then every other rule has to hold all the same.
+    """
+    assert plan.budget_bytes == problem.budget_bytes
+    assert problem.can_recompute or not plan.recomputes, "the executor cannot run operators again"
+    promised = plan.prediction
+    if promised is None:
+        assert not plan.swaps, "a plan that moves something predicts what it costs"
+        assert not plan.recomputes, "a plan that recomputes predicts what it costs"
+        return None
+    trace = problem.trace
+    if promised.peak_bytes > problem.budget_bytes:
+        replay(plan, replace(problem, budget_bytes=max(promised.peak_bytes, trace.peak_bytes)))
+        return None
+    seen = replay(plan, problem)
+    assert seen.peak_bytes == promised.peak_bytes
+    assert seen.step_s == pytest.approx(promised.step_s, rel=1e-9, abs=1e-12)
+    assert seen.stall_s == pytest.approx(promised.stall_s, rel=1e-6, abs=1e-9)
+    assert seen.recompute_s == pytest.approx(promised.recompute_s, rel=1e-9, abs=1e-12)
+    _assert_conservation(plan, problem, seen)
+    _assert_bounds(plan, problem, seen)
+    return seen
+
+
+def _assert_conservation(plan: Plan, problem: Problem, seen: Replay) -> None:
+    """Assert that what leaves comes back once, or has no use any more."""
+    trace = problem.trace
+    used = {(save.storage, use) for save in trace.saves for use in save.uses}
+    sizes = [(swap.gap, trace.storages[swap.gap.storage].nbytes) for swap in plan.swaps]
+    assert seen.moved_out_bytes == sum(nbytes for _, nbytes in sizes)
+    assert seen.moved_in_bytes <= seen.moved_out_bytes
+    needed = sum(nbytes for gap, nbytes in sizes if (gap.storage, gap.before_op) in used)
+    assert seen.moved_in_bytes >= needed
+
+
+def _assert_bounds(plan: Plan, problem: Problem, seen: Replay) -> None:
+    """Assert that the step is no faster than its compute and its traffic, nor smaller than its largest working set."""
+    trace, link = problem.trace, problem.machine.links[problem.tier]
+    within = [swap for swap in plan.swaps if swap.gap.before_op < len(trace.ops)]
+    out_s = sum(link.write_s(trace.storages[swap.gap.storage].nbytes) for swap in within)
+    in_s = seen.moved_in_bytes / link.read_bytes_per_s
+    traffic_s = max(out_s, in_s) if link.duplex else out_s + in_s
+    least_s = max(trace.duration_s + seen.recompute_s, traffic_s)
+    assert seen.step_s >= least_s * (1 - 1e-9)
+    assert seen.step_s == pytest.approx(trace.duration_s + seen.recompute_s + seen.stall_s, rel=1e-9, abs=1e-9)
+    assert seen.peak_bytes >= max(trace.floor_bytes() if trace.ops else 0, 0)
+    assert seen.peak_bytes <= problem.budget_bytes
+
 
 class PolicyTests(ABC):
     """The contract of `Policy`. Override the attributes and `least_budget_bytes` where a policy promises less."""
 
     gives_up_records = True
-    idle_when_everything_fits = True
 
     @abstractmethod
     def make_policy(self) -> Policy:
         """Return the policy to test."""
 
     def least_budget_bytes(self, trace: Trace) -> int:
-        """Return the smallest budget at which the policy's plan has to pass the verifier."""
+        """Return the smallest budget at which the policy's plan has to keep it."""
         return trace.floor_bytes()
 
     def test_it_is_a_policy_with_a_name_and_one_line_of_summary(self) -> None:
@@ -94,42 +167,111 @@ class PolicyTests(ABC):
         assert policy.summary.strip() == policy.summary != ""
         assert "\n" not in policy.name + policy.summary
 
-    @pytest.mark.parametrize("trace", _TRACES, ids=lambda trace: trace.model)
-    @pytest.mark.parametrize("link", _LINKS, ids=("fast", "slow"))
-    @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
-    def test_its_plans_pass_the_verifier(self, trace: Trace, link: Link, share: float) -> None:
-        """From the least budget that it promises up to the whole step."""
-        least = self.least_budget_bytes(trace)
-        budget_bytes = least + int(share * max(0, trace.peak_bytes - least))
-        problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=budget_bytes)
-        plan = self.make_policy().plan(problem)
-        assert plan.budget_bytes == budget_bytes
-        check(plan, problem)
+    @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
+    @pytest.mark.parametrize("can_recompute", [False, True], ids=("swap", "recompute"))
+    def test_its_plans_are_sound(self, trace: Trace, can_recompute: bool) -> None:
+        """From the floor to the whole step, on a fast link and on a slow one."""
+        policy = self.make_policy()
+        floor, least = trace.floor_bytes(), self.least_budget_bytes(trace)
+        for link in (FAST, SLOW):
+            for share in (0.0, 0.3, 0.6, 1.0):
+                budget_bytes = floor + int(share * max(0, trace.peak_bytes - floor))
+                problem = Problem(
+                    trace=trace, machine=machine_of(link), budget_bytes=budget_bytes, can_recompute=can_recompute
+                )
+                plan = policy.plan(problem)
+                seen = assert_sound(plan, problem)
+                if budget_bytes >= least and plan.prediction is not None:
+                    assert seen is not None, f"needs {plan.prediction.peak_bytes} bytes of {budget_bytes}"
 
-    @pytest.mark.parametrize("trace", _TRACES, ids=lambda trace: trace.model)
+    def test_its_plans_are_sound_on_random_problems(self) -> None:
+        """Random storages with random uses, and random networks."""
+        pytest.importorskip("hypothesis")
+        from hypothesis import given, settings
+        from hypothesis import strategies as st
+
+        from lowtide.testing.networks import networks
+
+        policy = self.make_policy()
+
+        @settings(max_examples=EXAMPLES, deadline=None, database=None)
+        @given(problem=problems(can_recompute=True) | problems(networks(), can_recompute=True), can=st.booleans())
+        def check(problem: Problem, can: bool) -> None:
+            problem = replace(problem, can_recompute=can)
+            plan = policy.plan(problem)
+            seen = assert_sound(plan, problem)
+            if problem.budget_bytes >= self.least_budget_bytes(problem.trace) and plan.prediction is not None:
+                assert seen is not None, f"needs {plan.prediction.peak_bytes} bytes of {problem.budget_bytes}"
+
+        check()
+
+    @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
     def test_a_budget_below_the_floor_still_gives_a_plan(self, trace: Trace) -> None:
         """The runtime has the last word on what fits."""
-        problem = Problem(trace=trace, machine=machine_of(_LINKS[0]), budget_bytes=1)
-        assert self.make_policy().plan(problem).budget_bytes == 1
+        for can_recompute in (False, True):
+            problem = Problem(trace=trace, machine=machine_of(FAST), budget_bytes=1, can_recompute=can_recompute)
+            assert self.make_policy().plan(problem).budget_bytes == 1
 
     def test_equal_problems_give_equal_plans(self) -> None:
         """A plan does not depend on what was planned before it."""
         policy = self.make_policy()
+        trace = residual_trace(4)
         tight, wide = (
-            Problem(trace=_TRACES[3], machine=machine_of(_LINKS[0]), budget_bytes=budget_bytes)
-            for budget_bytes in (self.least_budget_bytes(_TRACES[3]), _TRACES[3].peak_bytes)
+            Problem(trace=trace, machine=machine_of(FAST), budget_bytes=budget_bytes, can_recompute=True)
+            for budget_bytes in (trace.floor_bytes(), trace.peak_bytes)
         )
         first = policy.plan(tight)
         policy.plan(wide)
         assert policy.plan(tight) == first == self.make_policy().plan(tight)
 
-    def test_nothing_moves_when_everything_fits(self) -> None:
-        """Unless the policy says that it moves things all the same."""
-        if not self.idle_when_everything_fits:
+    @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
+    def test_nothing_happens_when_everything_fits(self, trace: Trace) -> None:
+        """Unless the policy declares that it does not adapt."""
+        if not adapts(self.make_policy()):
             pytest.skip("the policy moves things whatever the budget is")
-        trace = _TRACES[2]
-        problem = Problem(trace=trace, machine=machine_of(_LINKS[0]), budget_bytes=trace.peak_bytes)
-        assert self.make_policy().plan(problem).swaps == ()
+        for spare_bytes in (0, 1, 1 << 30):
+            problem = Problem(
+                trace=trace,
+                machine=machine_of(FAST),
+                budget_bytes=trace.peak_bytes + spare_bytes,
+                can_recompute=True,
+            )
+            plan = self.make_policy().plan(problem)
+            assert (plan.swaps, plan.recomputes) == ((), ())
+
+    @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
+    def test_an_endless_link_costs_no_time(self, trace: Trace) -> None:
+        """What is left of a step whose transfers take no time is compute and recomputation."""
+        for can_recompute in (False, True):
+            for budget_bytes in (trace.floor_bytes(), (trace.floor_bytes() + trace.peak_bytes) // 2):
+                problem = Problem(
+                    trace=trace,
+                    machine=machine_of(ENDLESS),
+                    budget_bytes=budget_bytes,
+                    can_recompute=can_recompute,
+                )
+                plan = self.make_policy().plan(problem)
+                if plan.prediction is not None:
+                    again_s = plan.prediction.recompute_s
+                    assert plan.prediction.step_s == pytest.approx(trace.duration_s + again_s, rel=1e-9)
+                    assert plan.recomputes or again_s == 0
+
+    @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
+    def test_a_dead_link_does_not_touch_who_only_recomputes(self, trace: Trace) -> None:
+        """Plans without swaps do not depend on the link; those of recomputation systems have none."""
+        policy = self.make_policy()
+        family = getattr(getattr(policy, "about", None), "family", None)
+        budget_bytes = (trace.floor_bytes() + trace.peak_bytes) // 2
+        dead, fast = (
+            policy.plan(Problem(trace=trace, machine=machine_of(link), budget_bytes=budget_bytes, can_recompute=True))
+            for link in (DEAD, FAST)
+        )
+        if family is Family.RECOMPUTE:
+            assert dead.swaps == fast.swaps == ()
+            assert dead.recomputes == fast.recomputes
+        if not dead.swaps and dead.prediction is not None:
+            assert dead.prediction.stall_s == 0
+            assert dead.prediction.step_s == pytest.approx(trace.duration_s + dead.prediction.recompute_s, rel=1e-9)
 
     def test_victims_are_distinct_and_stop_once_the_need_is_covered(self) -> None:
         """Giving up more than needed costs time for nothing."""

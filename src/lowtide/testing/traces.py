@@ -28,12 +28,16 @@ class Step:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     scratch_bytes: int = 0
+    module: str = ""
 
 
 def make_trace(
     steps: Sequence[Step], storages: Sequence[Storage], saves: Sequence[Save], *, static_bytes: int = 0, model: str = ""
 ) -> Trace:
-    """Return the trace of these operators, with the byte curve that the storages' lifetimes imply."""
+    """Return the trace of these operators, with the byte curve that the storages' lifetimes imply.
+
+    `static_bytes` are alive beside the storages; those that outlive the step on both sides are added to them.
+    """
     change = [0] * (len(steps) + 2)
     for storage in storages:
         change[max(storage.first_op, 0)] += storage.nbytes
@@ -49,10 +53,14 @@ def make_trace(
             peak_bytes=static_bytes + live[index] + step.scratch_bytes,
             reads=step.reads,
             writes=step.writes,
+            module=step.module,
         )
         for index, step in enumerate(steps)
     )
-    return Trace(ops=ops, storages=tuple(storages), saves=tuple(saves), static_bytes=static_bytes, model=model)
+    outlive = sum(storage.nbytes for storage in storages if storage.first_op < 0 and storage.last_op >= len(steps))
+    return Trace(
+        ops=ops, storages=tuple(storages), saves=tuple(saves), static_bytes=static_bytes + outlive, model=model
+    )
 
 
 def chain_trace(
@@ -128,7 +136,11 @@ def machine_of(link: Link, *, tier: str = "spill") -> Machine:
 
 
 def traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrategy[Trace]:
-    """Return a strategy for valid traces of any shape: in-order, out of order, unused, held and repeated saves."""
+    """Return a strategy for valid traces of any shape.
+
+    In order, out of order, unused, held and repeated saves; operators that read what earlier ones made, draw random
+    numbers, or change a storage in place.
+    """
     from hypothesis import strategies as st
 
     @st.composite
@@ -151,12 +163,20 @@ def traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrategy[Trace
                 # What was unpacked for one operator may be read by the next one of the same node.
                 if use + 1 <= last and draw(st.booleans()):
                     reads[use + 1].add(index)
+            # What made it may have read what was there before, and something may change it on the way.
+            for other in draw(st.sets(st.sampled_from(range(index)), max_size=2)) if index else ():
+                if storages[other].first_op < first <= storages[other].last_op:
+                    reads[first].add(other)
+            if not draw(st.integers(0, 9)):
+                changed = draw(st.integers(first, last))
+                reads[changed].add(index)
+                writes[changed].add(index)
             storages.append(Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=first, last_op=last, producer=first))
             if draw(st.integers(0, 5)):
                 saves.append(Save(storage=index, packed_op=first, free_op=free, uses=tuple(uses), released_op=last))
         steps = [
             Step(
-                name=f"op{index}",
+                name=draw(st.sampled_from(("aten::mul", "aten::mul", "aten::mul", "aten::native_dropout"))),
                 phase=Phase.FORWARD if 2 * index < count else Phase.BACKWARD,
                 duration_s=draw(st.sampled_from((0.0, 1e-4, 1e-3, 2.5e-3, 1e-2))),
                 reads=tuple(sorted(reads[index])),
@@ -186,7 +206,7 @@ def links() -> SearchStrategy[Link]:
     )
 
 
-def problems(source: SearchStrategy[Trace] | None = None) -> SearchStrategy[Problem]:
+def problems(source: SearchStrategy[Trace] | None = None, *, can_recompute: bool = False) -> SearchStrategy[Problem]:
     """Return a strategy for problems whose budget some plan can meet: from the trace's floor to its peak."""
     from hypothesis import strategies as st
 
@@ -194,6 +214,11 @@ def problems(source: SearchStrategy[Trace] | None = None) -> SearchStrategy[Prob
     def build(draw: DrawFn) -> Problem:
         trace = draw(source if source is not None else traces())
         budget_bytes = draw(st.integers(trace.floor_bytes(), max(trace.floor_bytes(), trace.peak_bytes)))
-        return Problem(trace=trace, machine=machine_of(draw(links())), budget_bytes=budget_bytes)
+        return Problem(
+            trace=trace,
+            machine=machine_of(draw(links())),
+            budget_bytes=budget_bytes,
+            can_recompute=can_recompute,
+        )
 
     return build()

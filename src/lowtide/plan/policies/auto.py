@@ -2,7 +2,8 @@
 
 The search (plan/search.py) tries swaps by several ranks and targets until nothing is left to gain. If stalls remain and
 operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the classic policies
-compete as well. Among the plans within `NEGLIGIBLE` of the fastest, the one that moves least wins.
+compete as well, the best plans are polished, and the winner is improved gap by gap (plan/exchange.py). Among the plans
+within `NEGLIGIBLE` of the fastest, the one that moves least wins.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from math import inf, isinf, log2
 
 from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
+from lowtide.plan.exchange import exchange
 from lowtide.plan.policies.belady import furthest_next_use
+from lowtide.plan.policies.capuchin import Capuchin
 from lowtide.plan.policies.swap_all import one_use_ahead
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.search import HEADROOM, NEGLIGIBLE, Search
 from lowtide.plan.sweep import Sweep
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
+
+# Capuchin weighs every pair of gaps: that takes long in long steps.
+MOST_ITEMS_FOR_CAPUCHIN = 3000
 
 
 class Auto:
@@ -49,7 +55,11 @@ class Auto:
         if not search.settled():
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)
+            if problem.can_recompute and search.items <= MOST_ITEMS_FOR_CAPUCHIN:
+                guided = Capuchin().plan(problem)
+                search.compete(guided.swaps, guided.recomputes)
             search.polish()
+            exchange(search)
         best = search.winner()
         prediction = best.prediction
         note = (

@@ -1,0 +1,127 @@
+"""Compare what the simulator predicts with what the runtime does: peak of live bytes and time of a step.
+
+For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the trace, the plan and the machine
+that the runtime itself used, measures its steps and simulates the same problem. Nothing is fitted to the measured steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    # Run as a file, Python puts this directory on the path instead of the one that holds it.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.jobs import ROOT, launch
+
+POLICIES = ("auto", "capuchin", "vdnn", "superneurons")
+SHARES = (0.75, 0.6, 0.45)
+# Sizes that run in seconds; the kinds of the issue's models.
+MODELS: dict[str, dict[str, int]] = {
+    "vgg16": {"batch": 4, "image": 160},
+    "resnet50": {"batch": 8, "image": 160},
+    "gpt": {"batch": 4, "tokens": 256, "layers": 8, "width": 384, "heads": 6, "vocabulary": 4096},
+}
+PEAK_TOLERANCE = 0.01
+TIME_TOLERANCE = 0.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training in a process of its own. `share` None: measure what the step needs."""
+
+    model: str
+    policy: str
+    spill: str
+    share: float | None
+    static_bytes: int = 0
+    peak_bytes: int = 0
+    steps: int = 9
+    warmup_steps: int = 4
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure all cases; exit with 1 if one disagrees by more than the tolerances."""
+    options = _parser().parse_args(arguments)
+    console = Console(stderr=True)
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="lowtide-agreement-", dir=options.spill) as spill:
+        for model in options.models:
+            sizes = _answer(Case(model=model, policy="keep_all", spill=spill, share=None, steps=2))
+            for share in options.shares:
+                for policy in options.policies:
+                    case = Case(
+                        model=model,
+                        policy=policy,
+                        spill=spill,
+                        share=share,
+                        static_bytes=sizes["static_bytes"],
+                        peak_bytes=sizes["peak_bytes"],
+                        steps=options.steps,
+                    )
+                    line = {"model": model, "policy": policy, "share": share, **_answer(case)}
+                    lines.append(line)
+                    console.print(_sentence(line), soft_wrap=True)
+                    options.out.write_text(json.dumps({"sizes": MODELS, "cases": lines}, indent=1) + "\n")
+    Console().print(_table(lines))
+    return 0 if all(_agrees(line) for line in lines if "failure" not in line) else 1
+
+
+def _answer(case: Case) -> dict[str, Any]:
+    answer = launch(case, worker="benchmarks.agreement_worker")
+    return {"failure": answer.failure} if answer.failure else answer.facts
+
+
+def _agrees(line: dict[str, Any]) -> bool:
+    return abs(line["peak_ratio"] - 1) <= PEAK_TOLERANCE and abs(line["time_ratio"] - 1) <= TIME_TOLERANCE
+
+
+def _sentence(line: dict[str, Any]) -> str:
+    where = f"{line['model']} {line['policy']} {line['share']:.0%}:"
+    if "failure" in line:
+        return f"{where} {line['failure']}"
+    return (
+        f"{where} peak {line['simulated_peak_bytes'] / line['peak_bytes']:.3f}, "
+        f"time {line['simulated_s']:.3f} s of {line['measured_s']:.3f} s ({line['time_ratio']:.2f})"
+    )
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    table = Table("model", "policy", "budget", "peak, simulated / real", "step, simulated / real", "moved a step")
+    for line in lines:
+        if "failure" in line:
+            table.add_row(line["model"], line["policy"], f"{line['share']:.0%}", line["failure"].split(":")[0], "", "")
+            continue
+        table.add_row(
+            line["model"],
+            line["policy"],
+            f"{line['share']:.0%}",
+            f"{line['peak_ratio']:.3f}",
+            f"{line['time_ratio']:.2f}",
+            f"{line['moved_out_bytes'] / 2**20:,.0f} MiB",
+        )
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--steps", type=int, default=Case(model="", policy="", spill="", share=None).steps)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "agreement.json")
+    parser.add_argument("--spill", type=Path, default=None, help="directory on the disk to spill to")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Train one case of `benchmarks/agreement.py`, simulate it, and print both as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import Any
+
+import lowtide
+from benchmarks.agreement import MODELS, Case
+from lowtide import registry, zoo
+from lowtide.core.plan import Problem
+from lowtide.errors import LowtideError
+from lowtide.simulate import simulate
+
+
+def main() -> None:
+    """Read a case from standard input, write what was measured to standard output."""
+    case = Case(**json.load(sys.stdin))
+    try:
+        print(json.dumps(_measure(case)))
+    except LowtideError as error:
+        print(json.dumps({"failure": f"{type(error).__name__}: {error}"}))
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    training = zoo.build(case.model, **MODELS[case.model]).training()
+    budget_bytes = 1 << 40
+    if case.share is not None:
+        budget_bytes = round(case.static_bytes + case.share * (case.peak_bytes - case.static_bytes))
+    times_s, peaks = [], []
+    with lowtide.fit(
+        training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
+    ) as tide:
+        for _ in range(case.steps):
+            with tide.step():
+                training.step()
+            stats: dict[str, Any] = tide.stats()
+            times_s.append(stats["last_step_s"])
+            peaks.append(stats["last_step_peak_bytes"])
+        if case.share is None:
+            return {"static_bytes": stats["static_bytes"], "peak_bytes": peaks[-1]}
+        trace, plan, machine = tide.trace(), tide.plan(), tide.machine
+    policy = registry.policy(case.policy)
+    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
+    timeline = simulate(problem, plan, policy=policy)
+    measured_s = statistics.median(times_s[case.warmup_steps :])
+    peak_bytes = max(peaks[case.warmup_steps :])
+    return {
+        "budget_bytes": budget_bytes,
+        "peak_bytes": peak_bytes,
+        "simulated_peak_bytes": timeline.peak_bytes,
+        "peak_ratio": timeline.peak_bytes / peak_bytes,
+        "measured_s": measured_s,
+        "steps_s": times_s,
+        "simulated_s": timeline.step_s,
+        "time_ratio": timeline.step_s / measured_s,
+        "compute_s": timeline.compute_s,
+        "stall_s": timeline.stall_s,
+        "measured_stall_s": stats["last_step_stall_s"],
+        "moved_out_bytes": timeline.moved_out_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()

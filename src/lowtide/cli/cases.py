@@ -1,0 +1,115 @@
+"""What simulate, compare and report share: which trace, which policies, budgets and machines, checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from lowtide.errors import BadArgument, BudgetTooSmall, TraceError
+
+if TYPE_CHECKING:
+    from lowtide.core.machine import Machine
+    from lowtide.core.trace import Trace
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ALLOCATORS = ("arena", "pytorch", "bfc")
+
+
+def model_options(function: F) -> F:
+    """Add what changes how a step is simulated: --keep-times, --no-recompute and --allocator."""
+    for option in (
+        click.option(
+            "--allocator",
+            type=click.Choice(ALLOCATORS),
+            help="Also tell the peak that this kind of allocator would reserve.",
+        ),
+        click.option("--no-recompute", is_flag=True, help="Swap only: no policy may run operators again."),
+        click.option("--keep-times", is_flag=True, help="Keep the trace's operator times on every machine."),
+    ):
+        function = option(function)
+    return function
+
+
+def read_trace(path: Path) -> Trace:
+    """Return the trace in a file."""
+    from lowtide.core.serialize import load_trace
+
+    try:
+        return load_trace(path)
+    except FileNotFoundError:
+        raise BadArgument(f"trace {path} does not exist: make one with 'lowtide capture -o {path} script.py'") from None
+    except OSError as error:
+        raise BadArgument(f"trace {path} cannot be read ({error.strerror or error}): check the path") from None
+    except TraceError as error:
+        raise BadArgument(f"{error}; a trace is made with 'lowtide capture -o FILE script.py'") from None
+
+
+def read_machine(name: str | None) -> Machine:
+    """Return the machine of that name; None is this one, measured by 'lowtide probe' or assumed."""
+    if name is not None:
+        from lowtide.cli.models import find_machine
+
+        return find_machine(name)
+    from lowtide.estimate.calibrate import assumed_machine, load_machine
+
+    return load_machine() or assumed_machine()
+
+
+def read_machines(text: str | None) -> list[Machine]:
+    """Return the machines that a list names; None is this one."""
+    if text is None:
+        return [read_machine(None)]
+    found: dict[str, Machine] = {}
+    for name in words(text, what="--machines"):
+        machine = read_machine(name)
+        if found.setdefault(machine.name, machine) != machine:
+            raise BadArgument(f"two machines are named {machine.name!r}: rename one of them in its file")
+    return list(found.values())
+
+
+def read_policies(text: str) -> list[str]:
+    """Return the policies that a list such as "auto,vdnn" names, or all of them."""
+    from lowtide import registry
+
+    names = list(registry.policy_names()) if text.strip() == "all" else words(text, what="--policies")
+    for name in names:
+        registry.policy(name)
+    return names
+
+
+def words(text: str, *, what: str) -> list[str]:
+    """Return the parts of a list separated by commas, each once."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise BadArgument(f"{what} names nothing: write a list separated by commas")
+    return found
+
+
+def check_floor(trace: Trace, *, budgets_bytes: Sequence[int]) -> None:
+    """Refuse budgets of which no plan can meet a single one."""
+    budget_bytes, op = max(budgets_bytes), trace.floor_op()
+    if budget_bytes < trace.floor_bytes():
+        raise BudgetTooSmall(
+            budget_bytes=budget_bytes,
+            needed_bytes=trace.floor_bytes(),
+            op="the step" if op is None else op.name,
+            detail=f"in {op.module}" if op is not None and op.module else "",
+        )
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal's stderr while cases are done; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,113 @@
+"""`lowtide simulate`: one step under one policy on a virtual clock, in figures, as a timeline, or for Perfetto."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.cases import check_floor, model_options, read_machine, read_trace
+from lowtide.cli.checks import check_output, check_policy
+from lowtide.cli.output import console, echo_json, facts, write_text
+
+if TYPE_CHECKING:
+    from lowtide.core.timeline import Timeline
+    from lowtide.report import Summary
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@click.option("--budget", required=True, metavar="B", help="Tensor memory: 2GiB, or 60% of what activations add.")
+@click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
+@model_options
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Save the timeline here.")
+@click.option("--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Save a Perfetto/Chrome trace here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
+def command(
+    *,
+    policy: str,
+    budget: str,
+    machine: str | None,
+    keep_times: bool,
+    no_recompute: bool,
+    allocator: str | None,
+    out: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+    trace_path: Path,
+) -> int:
+    """Run the step recorded in TRACE under a policy, on a virtual clock.
+
+    Without --machine, operators take the trace's times and the link is this machine's. With it, both are the named
+    machine's. A budget that the policy cannot meet is refused with exit code 2, and no file is written.
+
+    \b
+    Examples:
+      lowtide simulate step.trace --budget 2GiB
+      lowtide simulate r50.trace --policy vdnn --budget 60% --machine v100
+      lowtide simulate step.trace --budget 50% --perfetto step.json
+    """
+    check_policy(policy)
+    check_output(out)
+    check_output(perfetto)
+    target = read_machine(machine)
+    trace = read_trace(trace_path)
+    from lowtide import registry
+    from lowtide.core.serialize import save
+    from lowtide.report import budget_of, perfetto_json, problem_of, settle, summarize
+
+    budget_bytes = budget_of(budget, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes)
+    check_floor(trace, budgets_bytes=[budget_bytes])
+    problem = problem_of(
+        trace,
+        target,
+        budget_bytes=budget_bytes,
+        keep_times=keep_times or machine is None,
+        can_recompute=not no_recompute,
+    )
+    timeline = settle(problem, registry.policy(policy), allocator=allocator).timeline
+    timeline = replace(timeline, policy=policy)
+    summary = summarize(timeline, infinite_s=problem.trace.duration_s)
+    if out is not None:
+        save(timeline, out)
+    if perfetto is not None:
+        write_text(perfetto, perfetto_json([timeline], problem.trace))
+    if as_json:
+        echo_json(_answer(timeline, summary))
+    else:
+        _print(timeline, summary, [path for path in (out, perfetto) if path is not None])
+    return 0
+
+
+def _answer(timeline: Timeline, summary: Summary) -> dict[str, Any]:
+    return {
+        "policy": timeline.policy,
+        "machine": timeline.machine,
+        "model": timeline.model,
+        "budget_bytes": timeline.budget_bytes,
+        "step_s": timeline.step_s,
+        "infinite_s": summary.infinite_s,
+        "slowdown": summary.slowdown(timeline),
+        "compute_s": timeline.compute_s,
+        "recompute_s": timeline.recompute_s,
+        "stall_s": timeline.stall_s,
+        "waits_s": summary.waits_s,
+        "peak_bytes": timeline.peak_bytes,
+        "reserved_peak_bytes": timeline.reserved_peak_bytes,
+        "moved_out_bytes": timeline.moved_out_bytes,
+        "moved_in_bytes": timeline.moved_in_bytes,
+        "writes": summary.writes,
+        "reads": summary.reads,
+        "trials": timeline.trials,
+        "notes": list(timeline.notes),
+    }
+
+
+def _print(timeline: Timeline, summary: Summary, written: list[Path]) -> None:
+    from lowtide.report.summary import rows
+
+    shown = [*rows(timeline, summary), *(("wrote", str(path)) for path in written)]
+    console().print(facts(f"{timeline.model or 'The step'} under {timeline.policy}, simulated", shown))

@@ -1,0 +1,312 @@
+"""Watches a step's operators on a device: makes room before each, and runs one again that found none.
+
+Note [Run again]: PyTorch's device allocators raise where memory runs out; nobody is asked first. But an operator is
+called through the dispatcher, and a `TorchDispatchMode` stands right there, below autograd: it can catch the error,
+let saved tensors leave, and call the same operator again. That is exact only if the failed call has changed nothing.
+Results are new tensors, so it has not, but for these: an operator that writes to its arguments (run again only if
+writing twice is the same), one that updates running statistics without saying so (they are put back), one that draws
+random numbers (the generator is put back), and one of another library (never run again).
+
+The mode costs some microseconds of the host's time for every operator, so it is on only where memory is tight.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from lowtide.core.units import parse_bytes
+from lowtide.execute.accelerator_log import Operand, OperatorLog
+from lowtide.execute.accelerator_memory import DeviceMemory
+from lowtide.execute.recorder import is_operator
+
+_SAME_WHEN_REPEATED = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::_copy_from"})
+_KNOWN_AT_MOST = 1 << 16
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
+
+
+class Room(Protocol):
+    """What the guard asks of the backend."""
+
+    def make_room(self, need_bytes: int) -> bool:
+        """Let records leave until `need_bytes` more fit; return whether they do."""
+        ...
+
+    def refusal(self, op: str, need_bytes: int) -> torch.OutOfMemoryError:
+        """Return the error for an operator that cannot run, and remember it."""
+        ...
+
+    def look(self) -> None:
+        """Note which records nobody else holds any more."""
+        ...
+
+
+class _Traits(NamedTuple):
+    """What an operator's schema says. `written`: positions and names of the arguments that it changes.
+
+    `statistics`: those that it changes without saying so, as BatchNorm does with its running mean.
+    """
+
+    name: str
+    is_view: bool
+    computes: bool
+    is_retried: bool
+    written: tuple[tuple[int, str], ...]
+    statistics: tuple[tuple[int, str], ...]
+    draws: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call that failed has changed nothing, so that there is nothing to keep before it."""
+        return self.is_retried and not (self.written or self.statistics or self.draws)
+
+
+@cache
+def _traits(func: Any) -> _Traits:
+    schema = func._schema
+    returns = [result.alias_info for result in schema.returns]
+    places = [(position, argument.name) for position, argument in enumerate(schema.arguments)]
+    aliases = [argument.alias_info for argument in schema.arguments]
+    written = tuple(p for p, alias in zip(places, aliases, strict=True) if alias is not None and alias.is_write)
+    return _Traits(
+        name=schema.name,
+        is_view=bool(returns) and all(alias is not None and not alias.is_write for alias in returns),
+        computes=is_operator(schema.name),
+        is_retried=schema.name.startswith("aten::") and (not written or schema.name in _SAME_WHEN_REPEATED),
+        written=written,
+        statistics=()
+        if schema.name.endswith("_backward")  # it only reads them
+        else tuple(place for place in places if place[1].startswith("running_")),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+class Guard(TorchDispatchMode):
+    """The mode. `log` is the log of a step that is recorded; `foresees` tells whether a plan makes room in time."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, memory: DeviceMemory, room: Room) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.log: OperatorLog | None = None
+        self.foresees = False
+        self._memory = memory
+        self._room = room
+        self._module: Any = torch.get_device_module(memory.device)
+        self._needs: dict[Hashable, int] = {}  # what an operator took beyond what was live, by its arguments
+        self._is_entered = False
+        self._is_active = False
+        self._aside = threading.local()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run as they are: what is inside is not seen."""
+        return True
+
+    # ---- on and off ----
+
+    def start(self) -> None:
+        """Watch this thread's operators, and those of the backward passes that it starts."""
+        self._is_active = True
+        if not self._is_entered:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._is_entered = True
+
+    def stop(self) -> None:
+        """Watch no more. Below a mode of the program's that is still on, it stays and lets everything pass."""
+        self._is_active = False
+        if self._is_entered and _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_entered = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let this thread's own operators pass unseen."""
+        before = getattr(self._aside, "value", False)
+        self._aside.value = True
+        try:
+            yield
+        finally:
+            self._aside.value = before
+
+    # ---- operators ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_active or getattr(self._aside, "value", False) or not hasattr(func, "_schema"):
+            return func(*args, **kwargs)
+        traits = _traits(func)
+        if self.log is None and (traits.is_view or (self.foresees and traits.is_plain)):
+            try:
+                return func(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                pass  # once more, with all that it takes
+        tensors = [thing for thing in _things((args, kwargs)) if isinstance(thing, torch.Tensor)]
+        if not self._is_ours(tensors, kwargs):
+            return func(*args, **kwargs)
+        if self.log is not None:
+            return self._logged(self.log, traits, func, args, kwargs, tensors)
+        # Where a plan makes room in time, only operators that cannot be run again are not left to that.
+        if not self.foresees or traits.written:
+            self._make_room(traits, func, args, kwargs, tensors)
+        return self._run(traits, lambda: func(*args, **kwargs), args, kwargs, tensors)
+
+    def _is_ours(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+        ours = self._memory.device
+        if any(tensor.device == ours for tensor in tensors):
+            return True
+        device = kwargs.get("device")
+        return device is not None and device.type == ours.type and device.index in (None, ours.index)
+
+    def _is_tracked(self, tensor: torch.Tensor) -> bool:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        return is_plain and tensor.device == self._memory.device
+
+    def _make_room(self, traits: _Traits, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        """Make room for an operator: for what it took before, or as a guess for its operands once more."""
+        need_bytes = self._needs.get(_key(func, args, kwargs))
+        if need_bytes is None:
+            self._room.make_room(_bytes_of(tensors))
+        elif need_bytes and not self._room.make_room(need_bytes):
+            raise self._room.refusal(traits.name, need_bytes)
+
+    def _logged(
+        self, log: OperatorLog, traits: _Traits, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
+    ) -> Any:
+        if not traits.is_view:
+            self._make_room(traits, func, args, kwargs, tensors)
+        self._room.look()
+        reads = [_operand(tensor) for tensor in tensors if self._is_tracked(tensor)]
+        before_bytes = self._memory.begin_span()
+        log.catch_up(before_bytes)
+        begin, end = (torch.Event(device=self._memory.device, enable_timing=True) for _ in range(2))
+        span = (begin, end) if traits.computes else None
+        stream = torch.accelerator.current_stream(self._memory.device)
+
+        def call() -> Any:
+            if span is not None:
+                begin.record(stream)
+            return func(*args, **kwargs)
+
+        result = call() if traits.is_view else self._run(traits, call, args, kwargs, tensors)
+        if span is not None:
+            end.record(stream)
+        live_bytes, peak_bytes = self._memory.end_span()
+        if not traits.is_view:
+            key = _key(func, args, kwargs)
+            if len(self._needs) >= _KNOWN_AT_MOST:  # shapes that never come again
+                self._needs.clear()
+            self._needs[key] = max(self._needs.get(key, 0), peak_bytes - before_bytes)
+        changed = _given(traits.written, args, kwargs)
+        results = [thing for thing in _things((result, changed)) if isinstance(thing, torch.Tensor)]
+        writes = [_operand(tensor) for tensor in results if self._is_tracked(tensor)]
+        log.operator(traits.name, reads, writes, span=span, live_bytes=live_bytes, peak_bytes=peak_bytes)
+        return result
+
+    def _run(
+        self, traits: _Traits, call: Callable[[], Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]
+    ) -> Any:
+        """Call an operator; where the allocator refuses it, make room and call it again. See Note [Run again]."""
+        undo = self._undo(traits, args, kwargs, tensors)
+        tried_bytes = _bytes_of(tensors)
+        while True:
+            try:
+                return call()
+            except torch.OutOfMemoryError as error:
+                asked_bytes = max(_asked_bytes(error), 1)
+                before_bytes = self._memory.allocated_bytes()
+                refused = error.with_traceback(None)
+            if undo is None:
+                raise self._room.refusal(traits.name, asked_bytes) from refused
+            # More each time, until all that may leave has left.
+            while tried_bytes <= 2 * self._memory.total_bytes:
+                tried_bytes = max(2 * tried_bytes, asked_bytes)
+                self._room.make_room(tried_bytes)
+                if self._memory.allocated_bytes() < before_bytes:
+                    break
+            else:
+                raise self._room.refusal(traits.name, asked_bytes) from refused
+            undo()
+
+    def _undo(self, traits: _Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Callable[[], None] | None:
+        """Return what takes back a call that failed half-way; None if nothing can."""
+        plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        if not plain or not traits.is_retried or (traits.draws and kwargs.get("generator") is not None):
+            return None
+        statistics = _given(traits.statistics, args, kwargs)
+        copies = [(tensor, _copy_of(tensor)) for tensor in statistics if tensor.device == self._memory.device]
+        state = self._module.get_rng_state(self._memory.device) if traits.draws else None
+
+        def undo() -> None:
+            if state is not None:
+                self._module.set_rng_state(state, self._memory.device)
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+
+        return undo
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, on the device: one on the host would wait in line behind all copies of records."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return tensor.to("cpu")
+
+
+def _given(places: tuple[tuple[int, str], ...], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors given for some arguments of a schema."""
+    given = [args[position] for position, _ in places if position < len(args)]
+    given += [kwargs[name] for _, name in places if name in kwargs]
+    return [thing for thing in _things(given) if isinstance(thing, torch.Tensor)]
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
+
+
+def _operand(tensor: torch.Tensor) -> Operand:
+    return Operand(tensor.untyped_storage(), tensor._version)
+
+
+def _things(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for item in value:
+        yield from _things(item)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Hashable:
+    """Return what an operator's need of memory depends on: shapes, and the numbers that decide over shapes."""
+
+    def part(value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout is torch.strided else ()
+            return value.dtype, value.device.type, tuple(value.shape), strides
+        if isinstance(value, list | tuple):
+            return tuple(part(item) for item in value)
+        if isinstance(value, bool | int | str) or value is None:
+            return value
+        return type(value).__name__ if isinstance(value, float) else str(value)
+
+    return func, part(args), tuple((name, part(value)) for name, value in sorted(kwargs.items()))
+
+
+def _asked_bytes(error: torch.OutOfMemoryError) -> int:
+    found = _ASKED.search(str(error))
+    if found is None:
+        return 0
+    try:
+        return parse_bytes(found[1])
+    except ValueError:
+        return 0

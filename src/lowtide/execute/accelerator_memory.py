@@ -1,0 +1,94 @@
+"""A device's memory as its own allocator counts it, and the limit that the allocator keeps where it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.errors import BadArgument
+
+# What PyTorch's own `memory_stats` is made of: that one flattens and sorts a hundred counters on every call.
+_raw_stats: Any = getattr(torch._C, "_accelerator_getDeviceStats", None)
+
+
+class DeviceMemory:
+    """Counters of one device. Bytes are counted in the order of the program, not of the device's progress.
+
+    `is_limited` tells whether the allocator itself refuses to pass the limit set with `limit`: through its device
+    module's `set_per_process_memory_fraction`, which is the one thing of the kind that PyTorch has.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+        self._set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
+        self._peak_bytes = 0
+        self._peak_reserved_bytes = 0
+        if _raw_stats is None or "allocated_bytes" not in _raw_stats(device.index):
+            raise BadArgument(
+                f"the allocator of '{device.type}' tells nothing of its memory in torch {torch.__version__}, so no "
+                "budget can be kept there: train on the CPU, or update torch"
+            )
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the allocator refuses to pass the limit by itself."""
+        return self._set_fraction is not None
+
+    @property
+    def total_bytes(self) -> int:
+        """The device's memory."""
+        return int(torch.accelerator.get_memory_info(self.device)[1])
+
+    @property
+    def free_bytes(self) -> int:
+        """What the device has left, other processes considered."""
+        return int(torch.accelerator.get_memory_info(self.device)[0])
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of live tensors."""
+        return int(_raw_stats(self.device.index)["allocated_bytes"]["all"]["current"])
+
+    def reserved_bytes(self) -> int:
+        """Return what the allocator holds, live or not."""
+        return int(_raw_stats(self.device.index)["reserved_bytes"]["all"]["current"])
+
+    def begin_span(self) -> int:
+        """Return the live bytes, and start to look for the peak of what follows."""
+        stats = self._take_peaks()
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return int(stats["allocated_bytes"]["all"]["current"])
+
+    def end_span(self) -> tuple[int, int]:
+        """Return the live bytes, and the most there were since `begin_span`."""
+        counted = self._take_peaks()["allocated_bytes"]["all"]
+        return int(counted["current"]), int(counted["peak"])
+
+    def peaks(self) -> tuple[int, int]:
+        """Return the most bytes that were live, and that the allocator held, since `forget_peaks`."""
+        self._take_peaks()
+        return self._peak_bytes, self._peak_reserved_bytes
+
+    def forget_peaks(self) -> None:
+        """Look for peaks from here on."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        self._peak_bytes = self._peak_reserved_bytes = 0
+
+    def _take_peaks(self) -> Any:
+        stats = _raw_stats(self.device.index)
+        self._peak_bytes = max(self._peak_bytes, stats["allocated_bytes"]["all"]["peak"])
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, stats["reserved_bytes"]["all"]["peak"])
+        return stats
+
+    def limit(self, budget_bytes: int) -> None:
+        """Let the allocator itself refuse to pass `budget_bytes`, where it can and the device has more."""
+        total_bytes = self.total_bytes
+        if self._set_fraction is not None and budget_bytes < total_bytes:
+            torch.accelerator.empty_cache()  # what the allocator keeps for later counts too
+            self._set_fraction(budget_bytes / total_bytes, self.device)
+
+    def lift_limit(self) -> None:
+        """Let the allocator use the whole device again."""
+        if self._set_fraction is not None:
+            self._set_fraction(1.0, self.device)

@@ -1,0 +1,176 @@
+"""Which backend a training gets: by where its parameters are, and by what its budget names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowtide.core.machine import Machine
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.estimate.calibrate import SPILL, assumed_machine
+from lowtide.estimate.links import machine_for
+from lowtide.execute.backend import Backend
+from lowtide.memory.budget import (
+    BudgetLike,
+    Budgets,
+    auto_bytes,
+    names_accelerator,
+    parse_budget,
+    parse_device_budget,
+)
+from lowtide.tiers.medium import Medium
+from lowtide.tiers.open import Spill, open_medium
+
+# Where nobody states how much pinned memory may be used: half of what "auto" would take, for the rest of the program
+# lives in the same memory; and this much where not even that can be told.
+_HOST_SHARE = 2
+_HOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A backend that is ready for `Backend.open`, and what to plan with."""
+
+    backend: Backend
+    machine: Machine
+    budget_bytes: int
+    spill_name: str
+
+
+def open_backend(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    budget: BudgetLike,
+    spill: Spill,
+    verify: bool,
+    moves_nothing: bool,
+) -> Opened:
+    """Return the backend for a training: an accelerator's if its parameters or its budget are there, else the CPU's."""
+    device = _accelerator(models, named=names_accelerator(budget))
+    held_bytes = _held_bytes(models, optimizers, device or torch.device("cpu"))
+    if device is None:
+        budgets = parse_budget(budget, held_bytes=held_bytes)
+    else:
+        budgets = _device_budgets(budget, device, held_bytes=held_bytes)
+        _check_capacity(budgets, device, is_bounded=not moves_nothing)
+    medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
+    name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
+    try:
+        if medium.lossy and not moves_nothing:
+            raise BadArgument(
+                f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
+                "pass a directory as spill"
+            )
+        if device is None:
+            machine, backend = machine_for(medium), _cpu(medium, verify=verify)
+        else:
+            machine, backend = _device_machine(device, budgets), _on_device(medium, device, budgets, verify=verify)
+    except BaseException:
+        medium.close()
+        raise
+    return Opened(backend=backend, machine=machine, budget_bytes=budgets.fast_bytes, spill_name=name)
+
+
+def _cpu(medium: Medium, *, verify: bool) -> Backend:
+    from lowtide.execute.cpu import CpuBackend
+
+    try:
+        return CpuBackend(medium, verify=verify)
+    except NativeUnavailable as error:
+        from lowtide.execute.advisory import AdvisoryBackend
+
+        return AdvisoryBackend(medium, verify=verify, reason=str(error))
+
+
+def _on_device(medium: Medium, device: torch.device, budgets: Budgets, *, verify: bool) -> Backend:
+    from lowtide.execute.accelerator import AcceleratorBackend
+
+    host_bytes = budgets.host_bytes
+    if host_bytes is None:
+        host_bytes = _HOST_BYTES
+        with suppress(BadArgument):
+            host_bytes = auto_bytes() // _HOST_SHARE
+    return AcceleratorBackend(medium, device=device, host_bytes=host_bytes, verify=verify)
+
+
+def _accelerator(models: Sequence[torch.nn.Module], *, named: bool) -> torch.device | None:
+    """Return the accelerator that a training runs on (None: the CPU)."""
+    found = {parameter.device for model in models for parameter in model.parameters()}
+    devices = sorted({device for device in found if device.type not in ("cpu", "meta")}, key=str)
+    if len(devices) > 1:
+        raise BadArgument(
+            f"the model is spread over {', '.join(map(str, devices))}: a tide manages one device; "
+            "train with one process for each device, or move the model to one of them"
+        )
+    if devices:
+        return devices[0]
+    if not named:
+        return None
+    if any(True for model in models for _ in model.parameters()):
+        raise BadArgument(
+            "the budget is for a device, but the model is on the CPU: move it there before lowtide.fit, "
+            "or state 'cpu' bytes"
+        )
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
+        raise BadArgument("the budget is for a device, but this machine has no accelerator: state 'cpu' bytes")
+    return torch.device(current.type, torch.accelerator.current_device_index())
+
+
+def _device_budgets(budget: BudgetLike, device: torch.device, *, held_bytes: int) -> Budgets:
+    def free_bytes() -> int:
+        return int(torch.accelerator.get_memory_info(device)[0])
+
+    budgets = parse_device_budget(budget, free_bytes=free_bytes, held_bytes=held_bytes)
+    if not budgets.devices:
+        return budgets
+    stated = dict(budgets.devices)
+    if str(device) in stated:
+        return replace(budgets, fast_bytes=stated[str(device)])
+    if isinstance(budget, dict) and "device" in budget:
+        return budgets
+    raise BadArgument(
+        f"the budget names {', '.join(stated)}, but the model is on {device}: state '{device}' or 'device' bytes"
+    )
+
+
+def _check_capacity(budgets: Budgets, device: torch.device, *, is_bounded: bool) -> None:
+    total_bytes = int(torch.accelerator.get_memory_info(device)[1])
+    if is_bounded and budgets.fast_bytes > total_bytes:
+        raise BadArgument(
+            f"a budget of {format_bytes(budgets.fast_bytes)} is more than {device} has, {format_bytes(total_bytes)}: "
+            "state less, or 'auto'"
+        )
+
+
+def _device_machine(device: torch.device, budgets: Budgets) -> Machine:
+    from lowtide.execute.accelerator_link import measure_device_link
+
+    # The measurement must not pass the budget itself.
+    used_bytes = torch.accelerator.memory_allocated(device)
+    free_bytes = int(torch.accelerator.get_memory_info(device)[0])
+    link = measure_device_link(device, room_bytes=min(budgets.fast_bytes - used_bytes, free_bytes) // 2)
+    if link is None:
+        return replace(assumed_machine(), name=str(device))
+    return replace(assumed_machine(), name=str(device), links={SPILL: link}, source="measured")
+
+
+def _held_bytes(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> int:
+    """Return the bytes of the tensors that exist already: "auto" counts them in, the kernel counts them as used."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    for optimizer in optimizers:
+        tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or lazy and not there yet
+            storage = tensor.untyped_storage()
+            if storage.device == device:
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

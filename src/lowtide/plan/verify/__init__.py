@@ -1,0 +1,47 @@
+"""The independent verifier: replays a plan on the problem's link and refuses it with numbers.
+
+It shares no code with the policies or with the evaluator they use, so that a mistake there is found here. The rules:
+
+V1  every decision names a storage, tier and codec the problem has, and lies inside one gap of the trace;
+V2  a read is requested after the swap began and no later than it is due, and barriers lie inside the gap;
+V3  two decisions about one storage neither overlap nor touch;
+V4  at no instant are more bytes alive than the budget, with transfers in flight and recomputation counted;
+V5  every operand of an operator, and everything autograd unpacks before it, is in memory when it begins;
+V6  bytes are conserved: what leaves comes back once, and nothing is read before its write has landed;
+V7  operators that run again can: the executor knows how, they are deterministic, and they find their operands.
+
+V1 to V3 are in shape.py, V7 in recipes.py, V4 to V6 in clock.py. The replay is that of docs/policies.md. Where an
+operator's memory is still held by writes it waits, and a prefetch that finds no room is put off: so V4 fails only if
+the operator would not fit after all of that.
+"""
+
+from __future__ import annotations
+
+from lowtide.core.plan import Plan, Problem
+from lowtide.errors import PlanError
+from lowtide.plan.verify.clock import Replay, run
+from lowtide.plan.verify.recipes import burdens
+from lowtide.plan.verify.shape import check_shape
+
+__all__ = ["Replay", "check", "replay"]
+
+
+def check(plan: Plan, problem: Problem) -> None:
+    """Raise `PlanError` unless the plan keeps every rule on this problem."""
+    replay(plan, problem)
+
+
+def replay(plan: Plan, problem: Problem) -> Replay:
+    """Return what the plan does on the problem's machine; raise `PlanError` where it breaks a rule."""
+    check_shape(plan, problem)
+    seen = run(plan, problem, burdens(plan, problem))
+    promised = plan.prediction
+    if promised is not None and (promised.moved_out_bytes, promised.moved_in_bytes) != (
+        seen.moved_out_bytes,
+        seen.moved_in_bytes,
+    ):
+        raise PlanError(
+            f"V6: the plan predicts {promised.moved_out_bytes} bytes out and {promised.moved_in_bytes} in, "
+            f"its swaps move {seen.moved_out_bytes} out and {seen.moved_in_bytes} in"
+        )
+    return seen

@@ -1,0 +1,77 @@
+"""The verifier's rules about the decisions themselves, V1 to V3: no clock is needed to check them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.trace import Gap, Trace
+from lowtide.errors import PlanError
+
+
+def label(decision: Swap | Recompute) -> str:
+    """Return how messages name a decision."""
+    what = "swap" if isinstance(decision, Swap) else "recomputation"
+    gap = decision.gap
+    return f"the {what} of storage {gap.storage} in operators {gap.after_op} to {gap.before_op}"
+
+
+def check_shape(plan: Plan, problem: Problem) -> None:
+    """Check V1, V2 and V3."""
+    trace = problem.trace
+    eligible: dict[int, list[Gap]] = {}
+    for gap in trace.gaps():
+        eligible.setdefault(gap.storage, []).append(gap)
+    by_storage: dict[int, list[Swap | Recompute]] = {}
+    decisions: tuple[Swap | Recompute, ...] = (*plan.swaps, *plan.recomputes)
+    for decision in decisions:
+        _check_span(decision, trace, eligible)
+        if isinstance(decision, Swap):
+            _check_place(decision, problem)
+            _check_moments(decision)
+        by_storage.setdefault(decision.gap.storage, []).append(decision)
+    for of_one in by_storage.values():
+        of_one.sort(key=lambda decision: decision.gap)
+        for first, second in pairwise(of_one):
+            if second.gap.after_op <= first.gap.before_op:
+                raise PlanError(f"V3: {label(first)} and {label(second)} overlap")
+
+
+def _check_span(decision: Swap | Recompute, trace: Trace, eligible: dict[int, list[Gap]]) -> None:
+    gap = decision.gap
+    if not 0 <= gap.storage < len(trace.storages):
+        raise PlanError(f"V1: storage {gap.storage} does not exist: the trace has {len(trace.storages)} storages")
+    wholes = eligible.get(gap.storage, ())
+    if not any(whole.after_op <= gap.after_op < gap.before_op <= whole.before_op for whole in wholes):
+        spans = [(whole.after_op, whole.before_op) for whole in wholes]
+        raise PlanError(f"V1: {label(decision)} is in no gap of its storage: the trace has {spans}")
+
+
+def _check_place(swap: Swap, problem: Problem) -> None:
+    if swap.tier != problem.tier or swap.tier not in problem.machine.links:
+        raise PlanError(
+            f"V1: {label(swap)} goes to tier {swap.tier!r}; the problem's tier is {problem.tier!r} "
+            f"and the machine has {sorted(problem.machine.links)}"
+        )
+    if swap.codec != "identity":
+        raise PlanError(f"V1: {label(swap)} uses codec {swap.codec!r}, whose cost is not known: use 'identity'")
+
+
+def _check_moments(swap: Swap) -> None:
+    """Check V2: where the read is requested, and where who waits."""
+    after_op, before_op = swap.gap.after_op, swap.gap.before_op
+    if not after_op < swap.fetch_op <= before_op:
+        raise PlanError(
+            f"V2: {label(swap)} is fetched at operator {swap.fetch_op}: "
+            f"that has to be after {after_op} and not after {before_op}"
+        )
+    if swap.landed_op is not None and not after_op < swap.landed_op <= before_op:
+        raise PlanError(
+            f"V2: {label(swap)} has operator {swap.landed_op} wait for its write: "
+            f"that has to be after {after_op} and not after {before_op}"
+        )
+    if swap.arrived_op is not None and not swap.fetch_op <= swap.arrived_op <= before_op:
+        raise PlanError(
+            f"V2: {label(swap)} has operator {swap.arrived_op} wait for its read: "
+            f"that has to be from {swap.fetch_op}, where it is requested, to {before_op}"
+        )

@@ -1,0 +1,100 @@
+"""One policy on one problem: its plan, settled by what it observes, and the step that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lowtide.core.machine import Machine
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.timeline import Timeline
+from lowtide.core.trace import Trace
+from lowtide.core.units import parse_bytes
+from lowtide.errors import BadArgument
+from lowtide.plan.policy import Policy, Runs
+from lowtide.simulate import simulate
+
+# How often a policy that learns from steps may change its mind; Capuchin's feedback settles well before.
+FEEDBACK_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A plan that its policy no longer changes, and the step under it.
+
+    `bound`: the policy is a model that ignores the budget, and so does the step.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    bound: bool = False
+
+
+def settle(problem: Problem, policy: Policy, *, allocator: str | None = None) -> Settled:
+    """Return the step of a problem under a policy; raise `BudgetTooSmall` where it does not fit.
+
+    A policy with `observe` sees each step and may change its plan, until it does not: those steps count as trials.
+    """
+    plan = policy.plan(problem)
+    bound = _ignores_budget(policy, plan)
+    budget_bytes = plan.prediction.peak_bytes if bound and plan.prediction is not None else problem.budget_bytes
+
+    def run(plan: Plan) -> Timeline:
+        within = replace(problem, budget_bytes=budget_bytes)
+        timeline = simulate(within, plan, policy=policy, allocator=allocator)
+        return replace(timeline, budget_bytes=problem.budget_bytes)
+
+    timeline = run(plan)
+    observe = getattr(policy, "observe", None)
+    trials = 0
+    while observe is not None and trials < FEEDBACK_STEPS:
+        revised = observe(problem, plan, timeline)
+        if revised == plan:
+            break
+        trials += 1
+        plan = revised
+        timeline = run(plan)
+    return Settled(plan=plan, timeline=replace(timeline, trials=plan.trials + trials), bound=bound)
+
+
+def problem_of(
+    trace: Trace, machine: Machine, *, budget_bytes: int, keep_times: bool = False, can_recompute: bool = True
+) -> Problem:
+    """Return the problem of a trace on a machine, with operator times as they would be there.
+
+    The trace's own times are kept on request, and where the machine does not state how fast it computes.
+    """
+    from lowtide.estimate.predict import retime
+
+    known = machine.flops_per_s is not None and machine.memory_bytes_per_s is not None
+    timed = trace if keep_times or not known else retime(trace, machine)
+    return Problem(trace=timed, machine=machine, budget_bytes=budget_bytes, can_recompute=can_recompute)
+
+
+def budget_of(text: str, *, static_bytes: int, peak_bytes: int) -> int:
+    """Return the bytes that a budget states: "2GiB", or "60%" of what activations add to the static bytes."""
+    stated = text.strip()
+    if not stated.endswith("%"):
+        try:
+            nbytes = parse_bytes(stated)
+        except ValueError as error:
+            raise BadArgument(f"budget: {error}") from None
+        if nbytes <= 0:
+            raise BadArgument(f"budget {stated!r} holds nothing: state more than zero, such as '2GiB' or '60%'")
+        return nbytes
+    try:
+        share = float(stated[:-1]) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1e6:
+        raise BadArgument(f"cannot read budget {stated!r}: write a share such as '60%' or bytes such as '2GiB'")
+    return static_bytes + int(share * (peak_bytes - static_bytes))
+
+
+def _ignores_budget(policy: Policy, plan: Plan) -> bool:
+    about = getattr(policy, "about", None)
+    return (
+        about is not None
+        and set(about.runs) == {Runs.MODEL}
+        and plan.prediction is not None
+        and plan.prediction.peak_bytes > plan.budget_bytes
+    )

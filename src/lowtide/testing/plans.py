@@ -1,0 +1,93 @@
+"""Random legal plans for a problem: parts of gaps, prefetches, barriers and recomputation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.trace import Gap
+from lowtide.plan.lineage import Lineage, alive_when
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+
+def plans(problem: Problem) -> SearchStrategy[Plan]:
+    """Return a strategy for plans that keep every rule of the verifier but the budget (V4).
+
+    They recompute if the problem can. The plans' own budget is the problem's.
+    """
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Plan:
+        swaps: list[Swap] = []
+        dropped: list[Gap] = []
+        for whole in problem.trace.gaps():
+            choice = draw(st.sampled_from(("keep", "swap", "drop") if problem.can_recompute else ("keep", "swap")))
+            gap = draw(_parts(whole))
+            if choice == "swap":
+                swaps.append(draw(_swaps(gap, problem.tier)))
+            elif choice == "drop":
+                dropped.append(gap)
+        # What turns out not to be recomputable stays: more is in memory then, so the other recipes still hold.
+        recomputes = recompute_gaps(problem, swaps=swaps, dropped=dropped)
+        return Plan(
+            policy="random",
+            budget_bytes=problem.budget_bytes,
+            swaps=tuple(swaps),
+            recomputes=tuple(one for one in recomputes if one is not None),
+        )
+
+    return build()
+
+
+def recompute_gaps(problem: Problem, *, swaps: list[Swap], dropped: list[Gap]) -> list[Recompute | None]:
+    """Return each dropped gap with its recipe beside the other decisions, or None where there is none."""
+    lineage = Lineage(problem.trace)
+    spans = [(swap.gap.storage, swap.gap.after_op, _due_op(swap)) for swap in swaps]
+    spans += [(gap.storage, gap.after_op, gap.before_op + 1) for gap in dropped]
+    found: list[Recompute | None] = []
+    for gap in dropped:
+        absent = {storage for storage, after_op, due_op in spans if after_op <= gap.before_op < due_op}
+
+        def available(storage: int, op: int = gap.before_op, absent: set[int] = absent) -> bool:
+            return storage not in absent and alive_when(problem.trace, storage, op)
+
+        ops = lineage.recipe([gap.storage], available=available, before_op=gap.before_op)
+        found.append(None if ops is None else Recompute(gap=gap, ops=ops))
+    return found
+
+
+def _due_op(swap: Swap) -> int:
+    # A storage that never comes back has no arrival: the whole gap is a safe answer.
+    return swap.gap.before_op if swap.arrived_op is None else max(swap.arrived_op, swap.fetch_op)
+
+
+def _parts(whole: Gap) -> SearchStrategy[Gap]:
+    """Return a strategy for spans inside a gap; most are the gap itself."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Gap:
+        if draw(st.integers(0, 2)):
+            return whole
+        after_op = draw(st.integers(whole.after_op, whole.before_op - 1))
+        before_op = draw(st.integers(after_op + 1, whole.before_op))
+        return Gap(storage=whole.storage, after_op=after_op, before_op=before_op)
+
+    return build()
+
+
+def _swaps(gap: Gap, tier: str) -> SearchStrategy[Swap]:
+    """Return a strategy for swaps of a span, with and without barriers."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Swap:
+        fetch_op = draw(st.integers(gap.after_op + 1, gap.before_op))
+        landed_op = draw(st.none() | st.integers(gap.after_op + 1, gap.before_op))
+        arrived_op = draw(st.none() | st.integers(fetch_op, gap.before_op))
+        return Swap(gap=gap, fetch_op=fetch_op, tier=tier, landed_op=landed_op, arrived_op=arrived_op)
+
+    return build()

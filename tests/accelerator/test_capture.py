@@ -1,0 +1,136 @@
+"""A step recorded on the device: its curve is the allocator's, whatever was moved meanwhile; its clock the device's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.capture import capture_step
+from lowtide.core.trace import Kind, Phase, Trace
+from lowtide.execute.steps import StepPlan
+from tests.accelerator.devices import IS_EMULATED, shake
+from tests.accelerator.training import MIB, tight_bytes
+
+WIDTH, BATCH, DEPTH = 256, 1024, 4
+
+
+def training(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(5)
+    layers: list[nn.Module] = []
+    for _ in range(DEPTH):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.GELU()]
+    model = nn.Sequential(*layers).to(device)
+    return model, torch.optim.Adam(model.parameters()), torch.randn(BATCH, WIDTH).to(device)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def recorded(device: torch.device, *, budget_bytes: int, spill: Path) -> Trace:
+    model, optimizer, x = training(device)
+    with lowtide.fit(model, optimizer, budget={"device": budget_bytes}, spill=spill) as tide:
+        for _ in range(3):
+            with tide.step():
+                step(model, optimizer, x)
+        return tide.trace()
+
+
+def test_the_peak_of_the_trace_is_the_devices_own(device: torch.device, tmp_path: Path) -> None:
+    model, optimizer, x = training(device)
+    for _ in range(2):
+        step(model, optimizer, x)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before_bytes = torch.accelerator.memory_allocated(device)
+    step(model, optimizer, x)
+    peak_bytes = torch.accelerator.max_memory_allocated(device)
+    del model, optimizer, x
+    trace = recorded(device, budget_bytes=512 * MIB, spill=tmp_path)
+    assert trace.peak_bytes == peak_bytes
+    assert trace.static_bytes == before_bytes
+    assert trace.device == device.type
+
+
+def test_a_step_recorded_under_pressure_is_the_unmanaged_step(device: torch.device, tmp_path: Path) -> None:
+    free = recorded(device, budget_bytes=512 * MIB, spill=tmp_path)
+    shake(3)
+    tight = recorded(device, budget_bytes=int(0.6 * free.peak_bytes), spill=tmp_path)
+    assert [op.name for op in tight.ops] == [op.name for op in free.ops]
+    assert [op.phase for op in tight.ops] == [op.phase for op in free.ops]
+    assert [op.peak_bytes for op in tight.ops] == [op.peak_bytes for op in free.ops]
+    assert tight.saves == free.saves
+    assert tight.floor_bytes() == free.floor_bytes()
+
+
+def test_operators_storages_and_phases_are_told_apart(device: torch.device, tmp_path: Path) -> None:
+    trace = recorded(device, budget_bytes=512 * MIB, spill=tmp_path)
+    phases = [op.phase for op in trace.ops]
+    assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE].index)
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE} == set(phases)
+    parameters = [storage for storage in trace.storages if storage.kind is Kind.PARAM]
+    assert len(parameters) == 2 * DEPTH
+    assert any(storage.kind is Kind.OPTIMIZER for storage in trace.storages)
+    activations = [storage for storage in trace.storages if storage.kind is Kind.ACTIVATION]
+    assert {storage.nbytes for storage in activations} == {4 * BATCH * WIDTH}
+    for save in trace.saves:
+        producer = trace.storages[save.storage].producer
+        assert producer is None or save.storage in trace.ops[producer].writes
+    assert [op.module for op in trace.ops if op.name == "aten::addmm"] == [str(2 * i) for i in range(DEPTH)]
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="only the emulator can be slowed down")
+def test_times_are_the_devices_and_not_the_hosts(device: torch.device, tmp_path: Path) -> None:
+    shake(None, slowdown=20.0)
+    trace = recorded(device, budget_bytes=512 * MIB, spill=tmp_path)
+    products_s = [op.duration_s for op in trace.ops if op.name in ("aten::addmm", "aten::mm")]
+    x = torch.randn(BATCH, WIDTH)
+    weight = torch.randn(WIDTH, WIDTH)
+    times = []
+    for _ in range(5):
+        begin, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+        there, back = x.to(device), weight.to(device)
+        begin.record()
+        there @ back
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    assert sorted(products_s)[len(products_s) // 2] > 0.3 * min(times)
+    assert all(op.duration_s >= 0 for op in trace.ops)
+
+
+def test_waits_for_copies_are_not_part_of_the_step(device: torch.device, tmp_path: Path) -> None:
+    if not IS_EMULATED:
+        pytest.skip("only the emulator's link can be slowed down")
+    free = recorded(device, budget_bytes=512 * MIB, spill=tmp_path)
+    shake(None, d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
+    tight = recorded(device, budget_bytes=int(0.6 * free.peak_bytes), spill=tmp_path)
+    # One activation takes 50 ms on this link, ten times what the whole step computes, and several have to move.
+    assert tight.duration_s < 10 * free.duration_s
+
+
+def test_capture_runs_on_the_device(device: torch.device) -> None:
+    model, optimizer, x = training(device)
+    trace = capture_step(lambda: step(model, optimizer, x), model=model, optimizer=optimizer)
+    assert trace.device == device.type
+    assert len(trace.saves) > DEPTH
+
+
+def test_a_planned_step_knows_what_it_needs(device: torch.device, tmp_path: Path) -> None:
+    model, optimizer, x = training(device)
+    budget_bytes = tight_bytes(device, activations=12)
+    with lowtide.fit(model, optimizer, budget={"device": budget_bytes}, spill=tmp_path) as tide:
+        for _ in range(4):
+            with tide.step():
+                step(model, optimizer, x)
+        plan = tide._runtime.matcher.followed
+        assert isinstance(plan, StepPlan)
+        assert len(plan.needs) == len(plan.signature) + 1
+        assert max(plan.needs) >= 4 * BATCH * WIDTH
+        assert plan.need_bytes(-1) == plan.needs[0]
+        assert plan.need_bytes(len(plan.signature)) is None
