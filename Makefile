@@ -25,8 +25,9 @@ install: $(STAMP)  ## make .venv and install the package into it
 demo: $(STAMP)  ## train inside a budget in which plain PyTorch fails
 	$(BIN)/lowtide demo
 
+# Two processes, each with one compute thread; a file stays in one of them, because its tests share what they measured.
 test: $(STAMP)  ## the tests, without the slow ones
-	$(BIN)/python -m pytest -q -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile
 
 test-full: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -q

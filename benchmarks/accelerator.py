@@ -91,6 +91,7 @@ class Comparison:
         )
         self._phases_s: dict[str, float] = {}
         self._budget_bytes = 0
+        self._excess_bytes = 0  # what must be away at the peak
 
     def measure(self) -> dict[str, Any]:
         """Return the unmanaged training's bytes and the budget made of them."""
@@ -100,6 +101,7 @@ class Comparison:
         peak_bytes = max(step["peak_bytes"] for step in steps)
         self._phases_s = phases_of(steps)
         self._budget_bytes = int(static_bytes + self._options.share * (peak_bytes - static_bytes))
+        self._excess_bytes = peak_bytes - self._budget_bytes
         self._job = replace(self._job, budget_bytes=self._budget_bytes, host_bytes=2 * peak_bytes)
         counted = self._must(replace(self._job, contender="lowtide", steps=1))
         kept = {name: answer.facts[name] for name in ("title", "parameters", "torch", "threads")}
@@ -115,7 +117,7 @@ class Comparison:
         """Return the link to compare on: a preset's, or the one on which the traffic takes a share of compute."""
         if name != HIDING:
             return Link(**self._must(replace(self._job, contender="probe", policy=name)).facts)
-        link = self._hiding(int((1 - self._options.share) * self._budget_bytes), None)
+        link = self._hiding(self._excess_bytes, self._excess_bytes)
         for _ in range(_MOST_PASSES):
             steps = self._must(self._on(link, "lowtide")).facts["steps"]
             asked = asked_of(steps)
@@ -127,8 +129,7 @@ class Comparison:
                 break
         return link
 
-    def _hiding(self, out_bytes: int, in_bytes: int | None) -> Link:
-        in_bytes = out_bytes if in_bytes is None else in_bytes
+    def _hiding(self, out_bytes: int, in_bytes: int) -> Link:
         return Link(
             d2h_bytes_per_s=out_bytes / (TRAFFIC_SHARE * self._phases_s["forward"]),
             h2d_bytes_per_s=in_bytes / (TRAFFIC_SHARE * self._phases_s["backward"]),

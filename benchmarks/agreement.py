@@ -29,7 +29,7 @@ SHARES = (0.75, 0.6, 0.45)
 MODELS: dict[str, dict[str, int]] = {
     "vgg16": {"batch": 4, "image": 160},
     "resnet50": {"batch": 8, "image": 160},
-    "gpt": {"batch": 4, "tokens": 256, "layers": 8, "width": 384, "heads": 6, "vocabulary": 4096},
+    "gpt": {"batch": 4, "tokens": 256, "layers": 8, "width": 384, "heads": 6, "vocab": 4096},
 }
 PEAK_TOLERANCE = 0.01
 TIME_TOLERANCE = 0.10
@@ -57,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="lowtide-agreement-", dir=options.spill) as spill:
         for model in options.models:
             sizes = _answer(Case(model=model, policy="keep_all", spill=spill, share=None, steps=2))
+            if "failure" in sizes:
+                console.print(f"{model}: {sizes['failure']}", style="bold red", soft_wrap=True)
+                return 1
             for share in options.shares:
                 for policy in options.policies:
                     case = Case(

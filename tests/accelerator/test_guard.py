@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+import lowtide.emulator
 from lowtide.execute.accelerator_guard import Guard
 from lowtide.execute.accelerator_memory import DeviceMemory
+from tests.accelerator.devices import IS_EMULATED
 
 MIB = 1 << 20
 
@@ -105,6 +107,20 @@ def test_running_statistics_are_updated_once(device: torch.device) -> None:
     assert torch.equal(found.cpu(), expected.cpu())
     for name, value in stock.state_dict().items():
         assert torch.equal(value.cpu(), other.state_dict()[name].cpu()), name
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="a real device does not count its copies")
+def test_running_statistics_do_not_cross_the_link(device: torch.device) -> None:
+    """They would wait in line behind the copies of records, and the host with them."""
+    norm = nn.BatchNorm1d(64).to(device)
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    ballast = Ballast(device, blocks=1)
+    emulator = lowtide.emulator.current()
+    assert emulator is not None
+    emulator.reset_stats()
+    with crowded(device, ballast, spare_bytes=MIB):
+        norm(x).sum().backward()
+    assert emulator.stats().d2h.copies == 0
 
 
 def test_random_numbers_are_drawn_once(device: torch.device) -> None:

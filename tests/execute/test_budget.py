@@ -249,6 +249,20 @@ def test_repeated_steps_map_no_fresh_memory_under_pressure(tmp_path: Path) -> No
     assert grown <= 6 * needed.peak_bytes // 12
 
 
+def test_the_peak_of_the_last_step_is_told_beside_that_of_all(tmp_path: Path) -> None:
+    needed = need(Training, tmp_path)
+    training = Training()
+    with lowtide.fit(training.model, training.optimizer, budget=needed.share(1.3), spill=tmp_path) as tide:
+        training.steps(2, tide.step)
+        whole: dict[str, Any] = tide.stats()
+        with tide.step():
+            pass
+        empty: dict[str, Any] = tide.stats()
+    assert whole["last_step_peak_bytes"] == whole["peak_bytes"] > whole["static_bytes"]
+    assert empty["peak_bytes"] == whole["peak_bytes"]
+    assert empty["last_step_peak_bytes"] == empty["static_bytes"]
+
+
 # ---- under the kernel's own limits ----
 
 

@@ -50,8 +50,8 @@ def _update(inside: bool) -> None:
         log.updating = inside
 
 
-# Registered once and for all: a log begins and ends inside another such hook where a script is run, and PyTorch does not
-# let hooks come and go while it calls them.
+# Registered once and for all: where a script is run a log begins and ends inside another such hook, and PyTorch does
+# not let hooks come and go while it calls them.
 register_optimizer_step_pre_hook(lambda *_: _update(True))
 register_optimizer_step_post_hook(lambda *_: _update(False))
 

@@ -47,6 +47,7 @@ class CpuBackend(AskedByAllocator):
         self._pid = os.getpid()
         self._opened = False
         self._stall_before_s = 0.0
+        self._peaks = (0, 0)  # live and reserved, before the step that runs
         fds = getattr(medium, "fds", None)
         started = self._native.mover_start(
             fds=fds or (),
@@ -66,6 +67,7 @@ class CpuBackend(AskedByAllocator):
         self._opened = True
         self._find_foreign()
         self._native.reset_peaks()
+        self._peaks = (0, 0)
         self._stall_before_s = self._native.counters().stall_s
         static_bytes = self._native.counters().live_bytes
         if static_bytes > budget_bytes:
@@ -99,6 +101,9 @@ class CpuBackend(AskedByAllocator):
     def refresh_static(self) -> None:
         self._warn()
         self.forget_freed()
+        usage = self.usage()
+        self._peaks = (usage.peak_bytes, usage.peak_reserved_bytes)
+        self._native.reset_peaks()
 
     def forget_freed(self) -> None:
         self._foreign = [entry for entry in self._foreign if not _expired(entry[0])]
@@ -108,14 +113,18 @@ class CpuBackend(AskedByAllocator):
         memory, traffic = self._native.counters(), self._native.mover_counters()
         return Usage(
             live_bytes=memory.live_bytes,
-            peak_bytes=memory.peak_live_bytes,
+            peak_bytes=max(self._peaks[0], memory.peak_live_bytes),
             reserved_bytes=memory.reserved_bytes,
-            peak_reserved_bytes=memory.peak_reserved_bytes,
+            peak_reserved_bytes=max(self._peaks[1], memory.peak_reserved_bytes),
             stall_s=memory.stall_s - self._stall_before_s,
             written_bytes=traffic.written_bytes,
             read_bytes=traffic.read_bytes,
             fresh_bytes=memory.fresh_bytes,
         )
+
+    def figures(self) -> dict[str, object]:
+        """Return the peak of the step that ran last, or runs."""
+        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes}
 
     def too_small(self) -> BaseException:
         interruption = self._native.take_interruption()

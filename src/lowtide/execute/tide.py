@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 import torch
 
 from lowtide import registry
+from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
@@ -238,6 +239,11 @@ class Tide:
     def plan(self) -> Plan | None:
         """Return the plan made last (None before the first step has ended)."""
         return self._plan
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that plans are made for, with the link to the spill."""
+        return self._machine
 
     # ---- the end ----
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from lowtide.core.trace import Gap
 from lowtide.plan.choose import longest_first, smallest_first
+from lowtide.plan.drop import Mix
 from lowtide.plan.search import Attempt, Search
 
 # A move has to gain this share of the step.
@@ -23,10 +24,15 @@ _Choice = tuple[frozenset[Gap], frozenset[Gap]]
 
 
 def exchange(search: Search) -> None:
-    """Try moves from the search's winner, until none helps or their number is used up."""
+    """Try moves from each of the search's leaders, until none helps or their number is used up."""
     moves_left = MOVED_ITEMS // search.items
-    best = search.winner()
     tried: set[_Choice] = set()
+    for start in search.leaders():
+        moves_left = _climb(search, start, tried, moves_left)
+
+
+def _climb(search: Search, best: Attempt, tried: set[_Choice], moves_left: int) -> int:
+    """Improve one attempt by the first move that helps, again and again; return how many moves are left."""
     improved = True
     while improved and moves_left > 0 and not search.settled():
         improved = False
@@ -34,7 +40,7 @@ def exchange(search: Search) -> None:
             if choice in tried:
                 continue
             if moves_left <= 0:
-                return
+                break
             moves_left -= 1
             tried.add(choice)
             attempt = search.attempt(*choice, like=best)
@@ -42,14 +48,18 @@ def exchange(search: Search) -> None:
                 continue
             best, improved = attempt, True
             break
+    return moves_left
 
 
 def _moves(search: Search, attempt: Attempt) -> Iterator[_Choice]:
-    """Yield the choices that differ in one gap, or in one and those that stand in for it."""
-    mix = attempt.mix
-    if mix is None:
-        return
-    waits = _waits(search, attempt)
+    """Yield the choices that differ in one gap, and then those that differ in one and what stands in for it."""
+    if attempt.mix is not None:
+        waits = _waits(search, attempt)
+        yield from _single_moves(search, attempt.mix, waits)
+        yield from _stand_ins(search, attempt.mix, waits)
+
+
+def _single_moves(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
     chosen, dropped = mix.chosen, mix.dropped
     can_drop = search.droppable()
     for gap in sorted(waits, key=lambda gap: (-waits[gap], gap)):
@@ -66,6 +76,10 @@ def _moves(search: Search, attempt: Attempt) -> Iterator[_Choice]:
             yield chosen | {one.gap}, dropped
         elif one.gap in can_drop and one.gap not in dropped:
             yield chosen, dropped | {one.gap}
+
+
+def _stand_ins(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
+    chosen, dropped = mix.chosen, mix.dropped
     kept = [one for one in search.found if one.gap not in chosen]
     for gap in sorted(chosen, key=lambda gap: (-waits.get(gap, 0.0), gap)):
         for rank in (smallest_first, longest_first):

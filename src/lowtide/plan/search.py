@@ -197,13 +197,13 @@ class Search:
     def polish(self) -> None:
         """Lay the reads of the best attempts out again in the step as it was predicted, stalls included."""
         self.evaluations_left = min(POLISH_EVALUATIONS, self.most_evaluations // 2)
-        for attempt in self._leaders():
+        for attempt in self.leaders():
             for margin in MARGINS:
                 self._lay_out_again(attempt, margin=margin)
                 if self.settled():
                     return
 
-    def _leaders(self) -> list[Attempt]:
+    def leaders(self) -> list[Attempt]:
         """Return the fastest attempts that fit, one for each set of gaps."""
         leaders: dict[tuple[frozenset[Gap], tuple[Recompute, ...]], Attempt] = {}
         for one in sorted(self.tried, key=lambda one: one.prediction.step_s):
