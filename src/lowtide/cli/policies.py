@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from lowtide.cli.output import console, echo_json
+
+if TYPE_CHECKING:
+    from lowtide.plan.policy import About, Policy
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,16 +24,32 @@ def command(*, as_json: bool) -> int:
     """
     from lowtide import registry
 
-    rows = [(name, registry.policy(name).summary) for name in registry.policy_names()]
+    rows = [_row(registry.policy(name)) for name in registry.policy_names()]
     if as_json:
-        echo_json([{"name": name, "summary": summary} for name, summary in rows])
+        echo_json(rows)
         return 0
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("policy", style="bold")
+    table.add_column("policy", style="bold", no_wrap=True)
+    table.add_column("runs", no_wrap=True)
     table.add_column("what it does")
-    for name, summary in rows:
-        table.add_row(name, summary)
+    for row in rows:
+        origin = f" ({row['paper']})" if row["paper"] else ""
+        table.add_row(str(row["name"]), ", ".join(row["runs"][:1]), escape(f"{row['summary']}{origin}"))
     console().print(table)
     return 0
+
+
+def _row(policy: Policy) -> dict[str, Any]:
+    about: About | None = getattr(policy, "about", None)  # a third party's policy need not say where it comes from
+    return {
+        "name": policy.name,
+        "summary": policy.summary,
+        "family": about.family if about else "",
+        "runs": [str(how) for how in about.runs] if about else [],
+        "paper": about.paper if about else "",
+        "reconstructed": about.reconstructed if about else "",
+        "adapts": bool(getattr(policy, "adapts", True)),
+    }

@@ -27,7 +27,7 @@ def exchange(search: Search) -> None:
     """Try moves from each of the search's leaders, until none helps or their number is used up."""
     moves_left = MOVED_ITEMS // search.items
     tried: set[_Choice] = set()
-    for start in search.leaders():
+    for start in search.leaders() if moves_left else ():
         moves_left = _climb(search, start, tried, moves_left)
 
 

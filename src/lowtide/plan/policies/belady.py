@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap
-from lowtide.plan.policy import View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.sweep import predict
 
 
@@ -20,6 +20,9 @@ class Belady:
 
     name = "belady"
     summary = "Belady's MIN: evicts the furthest next use when memory runs out, fetches on demand"
+    about = About(
+        family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED), paper="Belady, IBM Systems Journal 5(2), 1966"
+    )
 
     def plan(self, problem: Problem) -> Plan:
         """Return the evictions MIN would make on this trace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem
-from lowtide.plan.policy import View
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import predict
 
 
@@ -14,6 +14,7 @@ class KeepAll:
 
     name = "keep_all"
     summary = "moves nothing: the step has to fit as it is"
+    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED))
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions."""

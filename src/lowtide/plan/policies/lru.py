@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem
-from lowtide.plan.policy import View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
 
 
 class Lru:
@@ -13,6 +13,7 @@ class Lru:
 
     name = "lru"
     summary = "reactive: gives up the least recently used when memory runs out"
+    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED))
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions or prediction: what moves is only known when it happens."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
-from lowtide.plan.policy import View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.sweep import predict
 
 
@@ -20,6 +20,7 @@ class SwapAll:
 
     name = "swap_all"
     summary = "swaps every gap, fetched one use ahead"
+    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED))
     adapts = False
 
     def plan(self, problem: Problem) -> Plan:
