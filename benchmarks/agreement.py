@@ -1,7 +1,7 @@
 """Compare what the simulator predicts with what the runtime does: peak of live bytes and time of a step.
 
 For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the trace, the plan and the machine
-that the runtime itself used, measures its steps and simulates the same problem. Nothing is fitted to the measured steps.
+that the runtime itself used, measures its steps and simulates the same problem. Nothing is fitted to what is measured.
 """
 
 from __future__ import annotations
