@@ -25,9 +25,8 @@ install: $(STAMP)  ## make .venv and install the package into it
 demo: $(STAMP)  ## train inside a budget in which plain PyTorch fails
 	$(BIN)/lowtide demo
 
-# Two processes, each with one compute thread; a file stays in one of them, because its tests share what they measured.
 test: $(STAMP)  ## the tests, without the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile
+	tests/run.sh $(BIN)/python
 
 test-full: $(STAMP)  ## every test
 	$(BIN)/python -m pytest -q

@@ -36,7 +36,8 @@ def open_session(job: DeviceJob, module: nn.Module, optimizer: Optimizer) -> Ite
                 segments = set_checkpointing(module)
                 yield Session(step=nullcontext, moved_bytes=lambda: (0, 0), facts=lambda: {"segments": segments})
             case "save_on_cpu":
-                yield Session(step=lambda: save_on_cpu(pin_memory=True))
+                # Without the device's name it asks CUDA whether memory can be pinned, and then pins none.
+                yield Session(step=lambda: save_on_cpu(pin_memory=True, device_type="sim"))
             case "one_block_ahead":
                 ahead = stack.enter_context(OneBlockAhead(module))
                 yield Session(

@@ -14,6 +14,8 @@ LEAST_HIDDEN = 0.85
 MOST_RATIO = 1.10
 MOST_OVER_BOUND = 1.10
 OFFLOAD_RIVALS = ("save_on_cpu", "one_block_ahead")
+# It drops strides: what was saved as a view or channels-last comes back contiguous, and other kernels round otherwise.
+_MAY_DIFFER = ("save_on_cpu",)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def broken_promises(lines: list[dict[str, Any]]) -> list[str]:
     """Return what must not happen and did: other losses than the unmanaged training's, or a budget that was passed."""
     found = []
     for line in lines:
-        if line.get("losses_identical") is False:
+        if line.get("losses_identical") is False and line["contender"] not in _MAY_DIFFER:
             found.append(f"{line['key']} computed other losses than the unmanaged training")
         used = max((one.get("peak_reserved_bytes", 0) for one in line.get("rounds", [])), default=0)
         if used > line.get("budget_bytes", used):

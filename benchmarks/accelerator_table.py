@@ -1,4 +1,4 @@
-"""Make the table of docs/benchmarks-accelerator.md out of a result file."""
+"""Make the tables of docs/benchmarks-accelerator.md out of result files."""
 
 from __future__ import annotations
 
@@ -110,27 +110,27 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.0f} MiB"
 
 
-def write_page(results: dict[str, Any], page: Path) -> None:
-    """Put the tables between the page's two marks; what is around them stays."""
+def write_page(tables: str, page: Path) -> None:
+    """Put tables between the page's two marks; what is around them stays."""
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{page.name} lacks the marks {BEGIN!r} and {END!r}: put them where the tables belong")
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables of a result file, or put them into the page."""
+    """Print the tables of result files, or put them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--page", type=Path, default=None, help="put them into this page instead of printing them")
     options = parser.parse_args(arguments)
-    results = json.loads(options.results.read_text())
+    tables = "\n".join(markdown(json.loads(path.read_text())) for path in options.results)
     if options.page is None:
-        print(markdown(results), end="")
+        print(tables, end="")
     else:
-        write_page(results, options.page)
+        write_page(tables, options.page)
     return 0
 
 

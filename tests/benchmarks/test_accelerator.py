@@ -110,6 +110,13 @@ def test_other_losses_and_a_passed_budget_are_broken_promises() -> None:
     assert not broken_promises(lines(base, entrant("lowtide", answer(step_s=1.0), budget=400)))
 
 
+def test_only_the_rival_that_drops_strides_may_compute_other_losses() -> None:
+    base = entrant("unmanaged", answer(step_s=1.0))
+    assert not broken_promises(lines(base, entrant("save_on_cpu", answer(step_s=1.0, loss="0x2"))))
+    for exact in ("one_block_ahead", "checkpoint", "lowtide"):
+        assert broken_promises(lines(base, entrant(exact, answer(step_s=1.0, loss="0x2"))))
+
+
 def test_goals_on_a_link_that_can_hide_the_traffic() -> None:
     base = entrant("unmanaged", answer(step_s=3.25))
     good = entrant("lowtide", answer(step_s=3.5, copy_s=1.0, hidden_s=0.9, moved=10))
@@ -163,8 +170,8 @@ def test_the_table_holds_every_figure_and_says_what_failed() -> None:
 def test_the_page_keeps_what_is_around_the_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_page(results(), page)
-    write_page(results(), page)
+    write_page(markdown(results()), page)
+    write_page(markdown(results()), page)
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
@@ -176,7 +183,7 @@ def test_a_page_without_marks_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no marks\n")
     with pytest.raises(SystemExit, match=r"page\.md lacks the marks"):
-        write_page(results(), page)
+        write_page(markdown(results()), page)
     assert page.read_text() == "no marks\n"
 
 

@@ -1,0 +1,31 @@
+#!/bin/sh
+# Run the tests that are not slow, in two lanes beside each other. Usage: tests/run.sh PYTHON
+#
+# A process in which the simulated accelerator is enabled has autograd threads for it from then on, and PyTorch refuses
+# to run backward in a fork of such a process: its tests, and the lane of the CPU runtime, never share a process.
+set -u
+cd "$(dirname "$0")/.."
+python=$1
+export OMP_NUM_THREADS=1
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+quick() {
+    "$python" -m pytest -q -m 'not slow' "$@"
+}
+
+{
+    lane=0
+    quick tests/emulator || lane=1
+    quick tests/accelerator || lane=1
+    quick tests/plan tests/simulate tests/core tests/estimate tests/report || lane=1
+    exit $lane
+} >"$log" 2>&1 &
+beside=$!
+
+status=0
+quick tests --ignore=tests/emulator --ignore=tests/accelerator --ignore=tests/plan --ignore=tests/simulate \
+    --ignore=tests/core --ignore=tests/estimate --ignore=tests/report || status=1
+wait "$beside" || status=1
+cat "$log"
+exit $status
