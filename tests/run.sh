@@ -22,6 +22,7 @@ quick() {
     exit $lane
 } >"$log" 2>&1 &
 beside=$!
+trap 'pkill -P "$beside"; kill "$beside"; exit 130' INT TERM  # a lane in the background does not hear Ctrl-C
 
 status=0
 quick tests --ignore=tests/emulator --ignore=tests/accelerator --ignore=tests/plan --ignore=tests/simulate \
