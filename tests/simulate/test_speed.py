@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -20,16 +21,22 @@ def simulate_s(policy: Policy, *, layers: int, bytes_per_s: float = 2e9) -> floa
     link = Link(write_bytes_per_s=bytes_per_s, read_bytes_per_s=bytes_per_s)
     problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=trace.peak_bytes // 2)
     plan = policy.plan(problem)
-    begin = time.process_time()
-    simulate(problem, plan, policy=policy)
-    return time.process_time() - begin
+    # The collector walks whatever other tests left alive: that is not the simulator's time.
+    gc.collect()
+    gc.disable()
+    try:
+        begin = time.process_time()
+        simulate(problem, plan, policy=policy)
+        return time.process_time() - begin
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("policy", [SwapAll(), Belady()], ids=lambda policy: policy.name)
 def test_four_times_the_operators_take_about_four_times_as_long(policy: Policy) -> None:
     small = min(simulate_s(policy, layers=1000) for _ in range(3))
     # Quadratic work would take 16 times as long; what is left of the margin is noise of a shared machine.
-    assert simulate_s(policy, layers=4000) < 10 * small
+    assert min(simulate_s(policy, layers=4000) for _ in range(3)) < 10 * small
 
 
 @pytest.mark.slow
