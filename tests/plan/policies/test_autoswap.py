@@ -28,16 +28,10 @@ class TestAutoSwap(PolicyTests):
     def make_policy(self) -> AutoSwap:
         return AutoSwap()
 
-    def least_budget_bytes(self, trace: Trace) -> int:
-        return trace.peak_bytes  # an operator that needs all that is away may find one storage still on its way
-
 
 class TestAutoSwapByVote(PolicyTests):
     def make_policy(self) -> AutoSwap:
         return AutoSwap(score="vote")
-
-    def least_budget_bytes(self, trace: Trace) -> int:
-        return trace.peak_bytes  # as above
 
 
 class TestAutoSwapNoOverhead(PolicyTests):
@@ -90,6 +84,13 @@ def test_each_score_has_its_own_favourite() -> None:
     large = hand_trace(((100, 0, 16), (400, 1, 17)), peaks={10: 500})
     assert first_pick(large, 900, "doa") == 0
     assert first_pick(large, 900, "aoa") == 1
+
+
+def test_a_peak_of_small_variables_does_not_end_the_choice_of_large_ones() -> None:
+    # Only the small variable is away at the first peak, only the large one at the second.
+    trace = hand_trace(((1, 0, 6), (4096, 8, 14)), peaks={4: 1 << 20, 11: (1 << 20) - 4095})
+    problem = problem_of(trace, trace.peak_bytes - 1, LINK)
+    assert [pick.gap.storage for pick in Picking(problem, Sweep(problem), score="swdoa").run()] == [0, 1]
 
 
 def test_a_negative_absence_is_divided_by_the_bytes() -> None:

@@ -136,18 +136,18 @@ class Picking:
     def run(self, *, most: int | None = None) -> list[Candidate]:
         """Return the variables in the order of choice, at most as many as told."""
         picked: list[Candidate] = []
-        for group in (self._large, self._small):
-            left = _Left(group, self._facts)
-            while len(picked) != most and len(self.load):
-                peak_op = int(self.load.argmax())
-                if self.load[peak_op] <= self._limit_bytes:
-                    return picked
-                open_now = left.open_at(peak_op)
-                if not open_now.size:
-                    break
-                best = left.take(self._best(left, open_now))
-                self.load[best.gap.after_op : best.gap.before_op] -= best.nbytes
-                picked.append(best)
+        groups = [_Left(group, self._facts) for group in (self._large, self._small)]
+        while len(picked) != most and len(self.load):
+            peak_op = int(self.load.argmax())
+            if self.load[peak_op] <= self._limit_bytes:
+                break
+            # Small variables only where no large one is open; the next peak may be a large one's again.
+            left = next((group for group in groups if group.open_at(peak_op).size), None)
+            if left is None:
+                break
+            best = left.take(self._best(left, left.open_at(peak_op)))
+            self.load[best.gap.after_op : best.gap.before_op] -= best.nbytes
+            picked.append(best)
         return picked
 
     def _areas(self) -> npt.NDArray[np.float64]:
