@@ -20,7 +20,7 @@ from lowtide.plan.policy import Policy
 from lowtide.testing.networks import Layer, network_trace, networks
 from lowtide.testing.optimum import Best, optimum
 from lowtide.testing.policies import FAST, SLOW, PolicyTests, adapts, assert_sound
-from lowtide.testing.shapes import resnet_trace
+from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
 from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems
 
 NAMES = registry.policy_names()
@@ -105,6 +105,7 @@ TINY_LINKS = {
     "duplex": Link(write_bytes_per_s=60.0, read_bytes_per_s=60.0, read_latency_s=0.1, duplex=True),
 }
 SHARES = (0.0, 0.4, 0.8)
+SHAPES = (vgg_trace(3), resnet_trace(4), unet_trace(3), branches_trace(2), transformer_trace(2))
 
 
 @cache
@@ -174,6 +175,31 @@ def test_auto_is_not_slower_for_being_allowed_to_recompute(problem: Problem) -> 
     assert allowed is not None
     assert not_allowed is not None
     assert allowed.step_s <= not_allowed.step_s * (1 + 2 * NEGLIGIBLE)
+
+
+@pytest.mark.parametrize("can_recompute", [False, True], ids=("swap", "recompute"))
+@pytest.mark.parametrize("traffic", [1.0, 5.0], ids=("moderate", "bound by the link"))
+@pytest.mark.parametrize("trace", SHAPES, ids=lambda trace: trace.model)
+def test_auto_is_within_a_percent_of_the_best_of_all_policies(
+    trace: Trace, traffic: float, can_recompute: bool
+) -> None:
+    # `traffic`: how long it takes to move everything that can move out and back, over the step's compute.
+    moved_bytes = 2 * sum(trace.storages[gap.storage].nbytes for gap in trace.gaps())
+    rate = moved_bytes / (traffic * trace.duration_s)
+    link = Link(write_bytes_per_s=rate, read_bytes_per_s=rate, write_latency_s=1e-5, read_latency_s=1e-5)
+    floor = trace.floor_bytes()
+    for share in (0.1, 0.5):
+        problem = Problem(
+            trace=trace,
+            machine=machine_of(link),
+            budget_bytes=floor + int(share * (trace.peak_bytes - floor)),
+            can_recompute=can_recompute,
+        )
+        seen = {name: assert_sound(registry.policy(name).plan(problem), problem) for name in NAMES}
+        auto = seen["auto"]
+        assert auto is not None
+        best_s, name = min((one.step_s, name) for name, one in seen.items() if one is not None)
+        assert auto.step_s <= best_s * 1.01, f"{name} takes {best_s} s"
 
 
 @pytest.mark.parametrize("bandwidth", [3e9, 3e10], ids=("bound by the link", "hidden"))

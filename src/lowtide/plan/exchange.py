@@ -1,13 +1,15 @@
 """Improves a plan by changing its mind about a gap at a time.
 
-The moves, in the order in which they are tried: what keeps operators waiting is dropped or kept; what takes long to
-make again is kept or swapped; what is kept is swapped or dropped; what is swapped is kept, and others are swapped
-instead: as many as it takes, or one of about its size. A move that makes the step faster stays.
+The moves, in the order in which they are tried: more is swapped where operators waited for memory; what keeps operators
+waiting is dropped or kept; what takes long to make again is kept or swapped; what is kept is swapped or dropped; what
+is swapped is kept, and others are swapped instead: as many as it takes, or one of about its size; two that are kept are
+swapped. A move that makes the step faster stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from lowtide.core.trace import Gap
 from lowtide.plan.choose import longest_first, smallest_first
@@ -19,6 +21,7 @@ GAIN = 1e-4
 # How many operators and gaps all moves together may go through: hundreds of moves in a small step, none in a huge one.
 MOVED_ITEMS = 60_000
 STAND_INS = 4
+PAIRED = 8
 
 _Choice = tuple[frozenset[Gap], frozenset[Gap]]
 
@@ -55,8 +58,10 @@ def _moves(search: Search, attempt: Attempt) -> Iterator[_Choice]:
     """Yield the choices that differ in one gap, and then those that differ in one and what stands in for it."""
     if attempt.mix is not None:
         waits = _waits(search, attempt)
+        for rank in (smallest_first, longest_first):
+            yield search.refill(attempt, attempt.mix.chosen, rank=rank), attempt.mix.dropped
         yield from _single_moves(search, attempt.mix, waits)
-        yield from _stand_ins(search, attempt.mix, waits)
+        yield from _stand_ins(search, attempt, attempt.mix, waits)
 
 
 def _single_moves(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
@@ -78,17 +83,20 @@ def _single_moves(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator
             yield chosen, dropped | {one.gap}
 
 
-def _stand_ins(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
+def _stand_ins(search: Search, attempt: Attempt, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
     chosen, dropped = mix.chosen, mix.dropped
     kept = [one for one in search.found if one.gap not in chosen]
     for gap in sorted(chosen, key=lambda gap: (-waits.get(gap, 0.0), gap)):
         for rank in (smallest_first, longest_first):
-            yield search.without(gap, chosen, rank=rank), dropped - {gap}
+            yield search.refill(attempt, chosen, rank=rank, without=gap), dropped - {gap}
     for gap in sorted(chosen, key=lambda gap: (-waits.get(gap, 0.0), gap)):
         # The nearest in size: something else that covers the same need.
         nbytes = search.by_gap[gap].nbytes
         for one in sorted(kept, key=lambda one: (abs(one.nbytes - nbytes), one.gap))[:STAND_INS]:
             yield (chosen - {gap}) | {one.gap}, dropped - {gap}
+    largest = sorted(kept, key=lambda one: (-one.nbytes, one.gap))[:PAIRED]
+    for first, second in combinations(largest, 2):
+        yield chosen | {first.gap, second.gap}, dropped
 
 
 def _waits(search: Search, attempt: Attempt) -> dict[Gap, float]:

@@ -45,7 +45,8 @@ POLISH_EVALUATIONS = 24
 LEADERS = 3
 MARGINS = (1.0, inf, 3.0, 0.0)
 # Very long steps get fewer attempts, so that planning stays a matter of seconds.
-EVALUATED_ITEMS = 500_000
+EVALUATED_ITEMS = 400_000
+LEAST_EVALUATIONS = 3
 # What part of the link's work recomputation takes over, in turn.
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.1, 0.4, 0.6, 0.9)
 SPLITS = 6
@@ -78,7 +79,7 @@ class Search:
         self.by_gap = {one.gap: one for one in self.found}
         self.dropping = Dropping(problem, facts, self.found) if problem.can_recompute else None
         self.items = len(facts.peak_bytes) + len(self.found) + 1
-        self.most_evaluations = max(ROUNDS, EVALUATED_ITEMS // self.items)
+        self.most_evaluations = max(LEAST_EVALUATIONS, EVALUATED_ITEMS // self.items)
         self.evaluations_left = min(EVALUATIONS, self.most_evaluations)
 
     def swap(self) -> None:
@@ -161,14 +162,25 @@ class Search:
             None,
         )
 
-    def without(self, gap: Gap, chosen: Collection[Gap], *, rank: Rank) -> frozenset[Gap]:
-        """Return `chosen` without one gap, and with as many others, best rank first, as it takes to do without it."""
-        others = [one for one in self.found if one.gap != gap]
+    def refill(
+        self, attempt: Attempt, chosen: Collection[Gap], *, rank: Rank, without: Gap | None = None
+    ) -> frozenset[Gap]:
+        """Return `chosen` with as many other gaps, best rank first, as it takes to keep the budget.
+
+        To do so without a gap, or, where none is named, with room to spare where the attempt waited for memory.
+        """
+        pressure = Curve([0] * len(self.facts.peak_bytes))
+        if without is None:
+            self._press(pressure, attempt.outcome, attempt.swaps)
 
         def chosen_first(one: Candidate) -> tuple[float, ...]:
             return (one.gap not in chosen, *rank(one))
 
-        need = [peak - self.problem.budget_bytes for peak in self.facts.peak_bytes]
+        need = [
+            peak + extra - self.problem.budget_bytes
+            for peak, extra in zip(self.facts.peak_bytes, pressure.values(), strict=True)
+        ]
+        others = [one for one in self.found if one.gap != without]
         return frozenset(one.gap for one in choose(others, need_bytes=need, rank=chosen_first))
 
     def droppable(self) -> dict[Gap, float]:
