@@ -676,6 +676,44 @@ def test_forks_from_a_busy_process_never_deadlock(mlp_need: Need, tmp_path: Path
     assert out == "exact\n", errors
 
 
+def test_a_child_forked_while_observing_begins_or_ends_can_run_operators() -> None:
+    program = """
+        import faulthandler, itertools, os, signal, threading, time
+        faulthandler.dump_traceback_later(60, exit=True)
+        import torch
+        from lowtide.memory.native import load
+
+        torch.set_num_threads(1)
+        native, stuck = load(), []
+
+        def forks():
+            for _ in range(500):
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(10)
+                    torch.ones(10)
+                    os._exit(0)
+                while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+                    time.sleep(0.0005)
+                if ended[1]:
+                    stuck.append(child)
+                    break
+
+        forking, ones = threading.Thread(target=forks), torch.ones(100)
+        forking.start()
+        for detail in itertools.cycle((1, 2)):
+            native.observe(detail)
+            for _ in range(3):
+                ones + 1  # lets go of the GIL before PyTorch looks at its observers
+            if not forking.is_alive():
+                break
+        assert not stuck
+        print("done")
+    """
+    out, errors = start(program).communicate(timeout=90)
+    assert out == "done\n", errors
+
+
 def test_a_forked_child_does_not_close_descriptors_that_are_not_the_spills(tmp_path: Path) -> None:
     medium = FileMedium([tmp_path])
     with lowtide.fit(budget=1 << 30, spill=medium):

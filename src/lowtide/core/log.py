@@ -24,6 +24,7 @@ class Event(IntEnum):
     GONE = 12
     MODULE = 13
     MARKER = 14
+    CALL = 15
 
 
 class LogEntry(NamedTuple):

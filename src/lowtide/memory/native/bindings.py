@@ -131,6 +131,9 @@ class Native:
         self.record_write = quick("lt_record_write", integer, i64, i64)
         self.record_keep = quick("lt_record_keep", integer, i64)
         self.record_drop = quick("lt_record_drop", i64, i64)
+        self.record_discard = quick("lt_record_discard", integer, i64)
+        self.record_adopt = quick("lt_record_adopt", integer, i64, pointer)
+        self.serial_of_tensor = quick("lt_serial_of_tensor", i64, pointer)
         self._record_prefetch = quick("lt_record_read", integer, i64, integer)
         self._record_fetch = waiting("lt_record_read", integer, i64, integer)
         self.record_wait = waiting("lt_record_wait", integer, i64, i64)
@@ -147,6 +150,7 @@ class Native:
         self._name_count = quick("lt_name_count", i64)
         self._name = quick("lt_name", None, i64, ctypes.c_char_p, i64)
         self.mark_module = quick("lt_mark_module", None, ctypes.c_char_p)
+        self.mark_call = quick("lt_mark_call", None, i64)
 
         self._sole_out = (i64 * 256)()
         self._completion_out = (i64 * (4 * 256))()

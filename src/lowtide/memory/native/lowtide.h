@@ -89,6 +89,7 @@ enum class Event : int32_t {
   kGone = 12,       // a: record, b: 1 if no kFree will tell of its end (it is away or on its way), c: bytes
   kModule = 13,     // a: name
   kMarker = 14,     // a, b: the caller's
+  kCall = 15,       // a: number; which of the step's calls the operator is that began last
 };
 
 extern std::atomic<bool> logging;

@@ -502,6 +502,13 @@ int64_t lt_storage_bytes(c10::TensorImpl* tensor) {
   return is_ours(storage) ? static_cast<int64_t>(storage->nbytes()) : -1;
 }
 
+// The serial number of the block behind a tensor; 0 if there is none, or its memory is not ours.
+int64_t lt_serial_of_tensor(c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return 0;
+  const c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  return storage && storage->nbytes() > 0 && is_ours(storage) ? serial_of(storage) : 0;
+}
+
 // Note a saved tensor. out: record, 1 if the record is new, storage bytes, version now. Returns the pack.
 int64_t lt_pack(c10::TensorImpl* tensor, int64_t* out) try {
   Mover& m = mover();
@@ -686,6 +693,44 @@ int64_t lt_record_drop(int64_t id) {
   released = c10::Storage();
   set_evicting(false);
   return bytes;
+}
+
+// Give up the fast bytes of a sole resident record without a copy: whoever does that can make them again. Returns 0, or -1
+// if that is not possible now.
+int lt_record_discard(int64_t id) {
+  Mover& m = mover();
+  c10::Storage released;
+  {
+    std::lock_guard<std::mutex> guard(m.mutex);
+    auto record = find(id);
+    if (!record || record->state != kResident || record->storage.use_count() != 1) return -1;
+    if (static_cast<int64_t>(record->storage.nbytes()) != record->bytes) return -1;  // resized by its owner
+    released = m.send_away(*record);
+    record->offset = -1;
+  }
+  set_evicting(true);
+  released = c10::Storage();
+  set_evicting(false);
+  return 0;
+}
+
+// Make the storage of `tensor` that of a record which was given up without a copy. Returns 0, or -1 if it is not one, or
+// not its size.
+int lt_record_adopt(int64_t id, c10::TensorImpl* tensor) {
+  Mover& m = mover();
+  if (!tensor->has_storage()) return -1;
+  const c10::Storage& storage = tensor->unsafe_storage();
+  if (!is_ours(storage.unsafeGetStorageImpl())) return -1;
+  std::lock_guard<std::mutex> guard(m.mutex);
+  auto record = find(id);
+  if (!record || record->state != kAway || record->offset >= 0) return -1;
+  if (static_cast<int64_t>(storage.nbytes()) != record->bytes) return -1;
+  if (!m.by_storage.emplace(storage.unsafeGetStorageImpl(), id).second) return -1;
+  record->storage = storage;
+  record->state = kResident;
+  record->handed_out = false;
+  record->error = 0;
+  return 0;
 }
 
 // Start to read a record that is away. Returns 0: under way or there; 1: no room (only without `demand`); -1: gone,

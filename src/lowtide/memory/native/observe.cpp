@@ -130,12 +130,19 @@ using namespace lowtide;
 extern "C" {
 
 // Watch operators: 0 not at all, 1 only which one runs, 2 with their operands.
+//
+// Note [Observers and forks]: each thread copies PyTorch's list of observers at its first operator after a change, under a
+// lock that a fork does not respect: a child forked at that moment could never run an operator. So the list changes only
+// when it has to, and this thread, which runs the operators, copies it here, while it holds the GIL and nobody can fork.
 void lt_observe(int detail) {
+  static int observed = 0;
+  running.clear();
+  if (detail == observed) return;
+  observed = detail;
   if (handle) {
     at::removeCallback(handle);
     handle = 0;
   }
-  running.clear();
   with_operands = detail == 2;
   if (detail > 0)
     handle = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end)
@@ -144,6 +151,7 @@ void lt_observe(int detail) {
                                        .scopes({at::RecordScope::FUNCTION,
                                                 at::RecordScope::BACKWARD_FUNCTION,
                                                 at::RecordScope::USER_SCOPE}));
+  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
 }
 
 void lt_log_start() {
@@ -190,5 +198,10 @@ void lt_mark_module(const char* name) {
     id = name_id(name);
   }
   log_event(Event::kModule, id);
+}
+
+// Note which of the step's calls the operator that runs is.
+void lt_mark_call(int64_t number) {
+  if (logging.load(std::memory_order_relaxed)) log_event(Event::kCall, number);
 }
 }

@@ -85,7 +85,7 @@ def select(tensors: Sequence[Tensor], *, need_bytes: int, write_bytes_per_s: flo
             break
         chosen.remove(outgoing)
         need_bytes += outgoing.nbytes
-        need_bytes -= _fill(chosen, rest, outgoing.nbytes)
+        need_bytes -= _fill(chosen, rest, need_bytes)  # not the deleted bytes: phase 1 may have taken more than needed
         found = judged(chosen)
     left = [one for one in ordered if one not in chosen]
     if need_bytes > 0 and left:
