@@ -33,13 +33,15 @@ class Recorded:
 
     `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
     numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the
-    i-th (the last one: after all), where the log says so.
+    i-th (the last one: after all), where the log says so. `calls[op]` is the number of the step's call that an operator
+    was, where calls were numbered.
     """
 
     trace: Trace
     positions: tuple[int, ...]
     use_events: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...] = ()
+    calls: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class _Builder:
         self.order: list[int] = []
         self.positions: list[int] = []
         self.stacks: dict[int, list[tuple[bool, Phase | None]]] = {}
+        self.calls: dict[int, int] = {}
         self.module = ""
         self.early_peak = static_bytes
 
@@ -123,6 +126,10 @@ class _Builder:
                     self.ops[-1].stall_ns += entry.a
             case Event.MODULE:
                 self.module = self.names[entry.a]
+            case Event.CALL:
+                # PyTorch reports the mode that numbers calls as a frame of its own.
+                if any(chosen for chosen, _ in self.stacks.get(entry.thread, [])[-2:]):
+                    self.calls.setdefault(self.next_op - 1, entry.a)
 
     def memory(self, entry: LogEntry) -> None:
         if entry.kind == Event.ALLOC:
@@ -241,7 +248,7 @@ class _Builder:
             torch_version=torch_version,
         )
         use_events = tuple(tuple(self.saved[record].use_events) for record in self.order)
-        return Recorded(trace=trace, positions=tuple(self.positions), use_events=use_events)
+        return Recorded(trace=trace, positions=tuple(self.positions), use_events=use_events, calls=self.calls)
 
     def _ops(self, end_ns: int) -> tuple[Op, ...]:
         ops, start_s = [], 0.0

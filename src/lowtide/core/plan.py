@@ -20,6 +20,8 @@ class Problem:
     tier: str = "spill"
     can_recompute: bool = False
     """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
+    watch_s: float = 0.0
+    """What a step takes longer if any operator is to run again, because it is watched for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

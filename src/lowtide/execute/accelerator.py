@@ -59,6 +59,10 @@ class AcceleratorBackend(Traffic):
     # ---- budget ----
 
     @property
+    def remakes(self) -> None:
+        """Nothing can be made again: autograd's own thread runs backward, where no mode of ours watches."""
+
+    @property
     def exact_budget(self) -> bool:
         """Whether the device's allocator itself refuses to pass the budget."""
         return self._memory.is_limited

@@ -16,6 +16,8 @@ from lowtide.execute.events import Event
 if TYPE_CHECKING:
     import torch
 
+    from lowtide.execute.remaker import Remakes
+
 
 class Packed(NamedTuple):
     """A saved tensor as the backend knows it. `version` is the tensor's when it was saved."""
@@ -61,6 +63,11 @@ class Backend(Protocol):
 
     device: torch.device
     """Where fast memory is: tensors of other devices are not managed."""
+
+    @property
+    def remakes(self) -> Remakes | None:
+        """What gives records up without a copy and takes them when they were made again, where that is possible."""
+        ...
 
     @property
     def exact_budget(self) -> bool:
@@ -211,6 +218,11 @@ class AskedByAllocator:
     def figures(self) -> dict[str, object]:
         """Return nothing more."""
         return {}
+
+    @property
+    def remakes(self) -> Remakes | None:
+        """Nothing can be made again."""
+        return None
 
     def rest(self) -> None:
         """Go on watching: what runs between steps is named in errors too."""

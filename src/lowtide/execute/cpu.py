@@ -18,6 +18,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import AskedByAllocator, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
+from lowtide.execute.remaker import Remakes
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.tiers.extents import Extent, Extents
@@ -283,6 +284,43 @@ class CpuBackend(AskedByAllocator):
             self._last_write_error = f"{type(error).__name__}: {error}"
             return errno.EIO
         return 0
+
+    # ---- making again (see `Remakes`) ----
+
+    @property
+    def remakes(self) -> Remakes:
+        return self
+
+    def serial(self, tensor: torch.Tensor) -> int:
+        return self._native.serial_of_tensor(tensor._cdata)
+
+    def discard(self, record: int) -> bool:
+        if self._native.record_discard(record) != 0:
+            return False
+        self._release_extent(record)
+        return True
+
+    def adopt(self, record: int, tensor: torch.Tensor) -> bool:
+        result = self._native.record_adopt(record, tensor._cdata)
+        if result == -2:
+            what = format_bytes(tensor.numel() * tensor.itemsize)
+            raise SpillCorrupted(
+                errno.EBADMSG,
+                f"{what} saved for backward came out otherwise when its operators ran again: "
+                "please report the model, and use a policy that does not recompute",
+            )
+        return result == 0
+
+    def flat(self, record: int, dtype: torch.dtype) -> torch.Tensor | None:
+        made = torch.empty(0, dtype=dtype, device="cpu")
+        return made if self._native.record_attach(record, made._cdata) == 0 else None
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return made if self._native.alias(tensor._cdata, made._cdata) == 0 else None
+
+    def mark_call(self, number: int) -> None:
+        self._native.mark_call(number)
 
     # ---- observation ----
 

@@ -17,6 +17,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """Autograd saved a record that was held without a save of the step's before: this is its key."""
+
+    record: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sole:
     """Nobody but Lowtide holds the record's storage any more: giving it up frees memory."""
 
@@ -46,9 +54,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The plan wants these keys gone again, once nobody else holds them."""
+    """The plan wants these keys gone again, once nobody else holds them; `drop`: without a copy."""
 
     keys: tuple[int, ...]
+    drop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,13 @@ class Forget:
     """The plan wants these keys given up without a copy, to be made again when they are needed."""
 
     keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmakeable:
+    """A record that was to be given up without a copy could not be made again: it is written instead."""
+
+    record: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +147,14 @@ class Pressure:
 
 Event = (
     Saved
+    | Named
     | Sole
     | Needed
     | Used
     | Due
     | Leave
     | Forget
+    | Unmakeable
     | Remade
     | Written
     | WriteFailed

@@ -29,6 +29,7 @@ from lowtide.execute.events import (
     Held,
     Keep,
     Leave,
+    Named,
     Needed,
     NoRoom,
     Prefetch,
@@ -38,6 +39,7 @@ from lowtide.execute.events import (
     Remake,
     Saved,
     Sole,
+    Unmakeable,
     Used,
     Watch,
     Write,
@@ -54,7 +56,7 @@ class Residence(Enum):
     CLEAN: fast memory and tier both hold it; giving up fast memory costs nothing.
     AWAY: only the tier holds it.
     ARRIVING: being read; fast memory pays already.
-    DROPPED: nowhere; operators run again when it is needed. Only who can do that asks for it.
+    DROPPED: nowhere; operators run again when it is needed.
     """
 
     RESIDENT = auto()
@@ -78,6 +80,7 @@ class _Entry:
     pinned: int = 0
     failed: bool = False
     leave: bool = False  # the plan wants it away as soon as that is possible
+    drop: bool = False  # and without a copy
 
 
 class Residency:
@@ -92,21 +95,29 @@ class Residency:
         self._entries: dict[int, _Entry] = {}
         self._by_key: dict[int, int] = {}
         self._swapped: frozenset[int] = frozenset()
+        self._dropped: frozenset[int] = frozenset()
         self._uses: Mapping[int, Sequence[int]] = {}
         self._deferred: list[int] = []
         self._clock = 0
 
     # ---- the step ----
 
-    def follow(self, *, swapped: frozenset[int], uses: Mapping[int, Sequence[int]]) -> list[Command]:
-        """Follow a plan: write out the records with these keys when they can go; expect uses at these event numbers."""
+    def follow(
+        self, *, swapped: frozenset[int], uses: Mapping[int, Sequence[int]], dropped: frozenset[int] = frozenset()
+    ) -> list[Command]:
+        """Follow a plan: write out the records with these keys when they can go; expect uses at these event numbers.
+
+        The `dropped` ones are given up without a copy.
+        """
         self._swapped = swapped
+        self._dropped = dropped
         self._uses = uses
         commands: list[Command] = []
         for key, record in self._by_key.items():
             entry = self._entries[record]
             first_use = next(iter(uses.get(key, ())), math.inf)
-            entry.leave = key in swapped and first_use >= self._clock  # later, its gap is over
+            entry.leave = self._may_go(key) and first_use >= self._clock  # later, its gap is over
+            entry.drop = key in dropped
             commands += self._send_away(record, entry)
         return commands
 
@@ -172,6 +183,11 @@ class Residency:
         """Return the record that a plan names by its key (None: there is none now)."""
         return self._by_key.get(key)
 
+    def is_unnamed(self, record: int) -> bool:
+        """Tell whether a record is held without a save of the step's."""
+        entry = self._entries.get(record)
+        return entry is not None and entry.key < 0
+
     def records(self) -> list[int]:
         """Return all records."""
         return list(self._entries)
@@ -182,14 +198,12 @@ class Residency:
         """Take in one event and return what to do about it, in order."""
         match event:
             case Saved(record, nbytes, key):
-                leave = key in self._swapped
-                self._entries[record] = _Entry(nbytes=nbytes, key=key, last_access=self._clock, leave=leave)
-                self._by_key[key] = record
-                return []
+                self._entries[record] = _Entry(nbytes=nbytes, key=key, last_access=self._clock)
+                return self._name(record, key)
             case Due(keys):
                 return self._prefetches([self._by_key[key] for key in keys if key in self._by_key])
-            case Leave(keys):
-                return self._leave_again([self._by_key[key] for key in keys if key in self._by_key])
+            case Leave(keys, drop):
+                return self._leave_again([self._by_key[key] for key in keys if key in self._by_key], drop=drop)
             case Forget(keys):
                 return self._discard([self._by_key[key] for key in keys if key in self._by_key])
             case Pressure(need_bytes):
@@ -209,6 +223,12 @@ class Residency:
         match event:
             case Sole(record):
                 entry.sole = True
+                return self._send_away(record, entry)
+            case Named(record, key):
+                self._by_key.pop(entry.key, None)
+                return self._name(record, key)
+            case Unmakeable(record):
+                entry.where, entry.drop = Residence.RESIDENT, False
                 return self._send_away(record, entry)
             case Needed(record):
                 entry.last_access = self._clock
@@ -241,7 +261,7 @@ class Residency:
             case Written(_, resident):
                 entry.where = Residence.CLEAN if resident else Residence.AWAY
             case Remade():
-                entry.where = Residence.RESIDENT
+                entry.where, entry.leave = Residence.RESIDENT, False
             case WriteFailed():
                 entry.where = Residence.RESIDENT
                 entry.failed = True
@@ -249,6 +269,16 @@ class Residency:
                 entry.where = Residence.CLEAN
             case ReadFailed() | Dropped():
                 entry.where = Residence.AWAY
+
+    def _name(self, record: int, key: int) -> list[Command]:
+        entry = self._entries[record]
+        entry.key, entry.last_access = key, self._clock
+        entry.leave, entry.drop = self._may_go(key), key in self._dropped
+        self._by_key[key] = record
+        return self._send_away(record, entry)
+
+    def _may_go(self, key: int) -> bool:
+        return key in self._swapped or key in self._dropped
 
     def _bring_back(self, record: int, entry: _Entry) -> list[Command]:
         match entry.where:
@@ -278,11 +308,11 @@ class Residency:
                 commands.append(Keep(record))
         return commands
 
-    def _leave_again(self, records: Sequence[int]) -> list[Command]:
+    def _leave_again(self, records: Sequence[int], *, drop: bool) -> list[Command]:
         commands: list[Command] = []
         for record in records:
             entry = self._entries[record]
-            entry.leave, entry.sole = True, False  # whoever uses it now may still hold it
+            entry.leave, entry.drop, entry.sole = True, drop, False  # whoever uses it now may still hold it
             commands.append(Watch(record))
         return commands
 
@@ -291,6 +321,9 @@ class Residency:
             return []
         if entry.where is Residence.CLEAN:
             return [Drop(record)]
+        if entry.drop:
+            entry.where = Residence.DROPPED
+            return [Discard(record)]
         entry.where = Residence.LEAVING
         return [Write(record)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,9 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import SpillFull
 from lowtide.execute import events as e
-from lowtide.execute.backend import Backend
+from lowtide.execute.backend import Backend, Packed
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
-from lowtide.execute.residency import Residency
+from lowtide.execute.remaker import Remaker
+from lowtide.execute.residency import Residence, Residency
 from lowtide.execute.steps import Matcher
 from lowtide.plan.policy import Policy
 
@@ -41,11 +42,20 @@ class Runtime:
         self._lock = threading.RLock()
         self._key_of: dict[int, int] = {}
         self._next_key = 0
+        self.remaker: Remaker | None = None
+        if backend.remakes is not None:
+            self.remaker = Remaker(backend.remakes, self, least_bytes=least_bytes)
+        self._remakes = False
+        self._hooked = False
 
     # ---- steps ----
 
-    def begin_step(self) -> None:
-        """Start to number saves and uses from zero, and follow the plan that fits best so far."""
+    def begin_step(self, *, recording: bool = False) -> None:
+        """Start to number saves and uses from zero, and follow the plan that fits best so far.
+
+        A step that is recorded runs nothing again, it swaps instead: its trace shows what the program does.
+        """
+        self._remakes = self.remaker is not None and not recording
         with self._lock:
             self._settle()
             self.machine.begin_step()
@@ -53,20 +63,53 @@ class Runtime:
             self._next_key = 0
             self._follow(self.matcher.begin() is not None)
             self._expect()
+            if self.remaker is not None:
+                plan = self.matcher.followed
+                wanted = plan.calls if plan is not None and self._remakes else ()
+                self.remaker.begin(wanted=wanted, marks=recording)
+                if self._hooked:  # a step of a script begins inside the hooks of the one before
+                    self.remaker.watch(nested=False)
         self.backend.prepare()
+
+    def end_step(self) -> None:
+        """Have back what was given up without a copy and is still saved: it does not outlive its step."""
+        if self.remaker is not None:
+            self.remaker.end()
+
+    def abandon_step(self) -> None:
+        """Forget what the step did; what it gave up without a copy is made again if somebody asks for it."""
+        if self.remaker is not None:
+            self.remaker.forget_step()
+
+    def figures(self) -> dict[str, object]:
+        """Return what running operators again came to, for `Tide.stats`."""
+        if self.remaker is None:
+            return {}
+        return {"recomputed_ops": self.remaker.ran, "recompute_s": self.remaker.busy_s}
 
     def _follow(self, planned: bool) -> None:
         plan = self.matcher.followed
-        if planned and plan is not None:
-            self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses))
-        else:
+        if not planned or plan is None:
             self.machine.react()
+        elif self._remakes:
+            self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, dropped=plan.dropped))
+        else:
+            self._run(self.machine.follow(swapped=plan.swapped | plan.dropped, uses=plan.uses))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Manage what autograd saves inside this context, on this thread."""
         with saved_tensors_hooks(self.pack, self.unpack):
-            yield
+            if self.remaker is None:
+                yield
+                return
+            self._hooked = True
+            self.remaker.watch(nested=True)
+            try:
+                yield
+            finally:
+                self._hooked = False
+                self.remaker.unwatch()
 
     # ---- autograd's side ----
 
@@ -84,8 +127,27 @@ class Runtime:
         if nbytes < self._least_bytes:
             return KeptTensor(tensor)
         packed = self.backend.pack(tensor)
-        # Made at once: it gives the pack back whatever happens from here on.
-        handle = SavedTensor(
+        handle = self._handle(packed, tensor)
+        with self._lock:
+            self._settle()
+            if packed.is_new or packed.record not in self._key_of:
+                key = self._key_of[packed.record] = self._next_key
+                self._next_key += 1
+                if packed.is_new:
+                    self._run(self.machine.on(e.Saved(packed.record, packed.nbytes, key)))
+                elif self.machine.is_unnamed(packed.record):
+                    self._run(self.machine.on(e.Named(packed.record, key)))
+            if self._remakes and self.remaker is not None:
+                self.remaker.saved(packed.record, tensor)
+            handle.key = self._key_of[packed.record]
+            awaited = self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))
+        self._await(awaited)
+        self.backend.prepare()
+        return handle
+
+    def _handle(self, packed: Packed, tensor: torch.Tensor) -> SavedTensor:
+        """Return what gives a pack back whatever happens from here on."""
+        return SavedTensor(
             self,
             pack=packed.pack,
             record=packed.record,
@@ -93,18 +155,6 @@ class Runtime:
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
         )
-        with self._lock:
-            self._settle()
-            if packed.is_new or packed.record not in self._key_of:
-                key = self._key_of[packed.record] = self._next_key
-                self._next_key += 1
-                if packed.is_new:
-                    self.machine.on(e.Saved(packed.record, packed.nbytes, key))
-            handle.key = self._key_of[packed.record]
-            awaited = self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))
-        self._await(awaited)
-        self.backend.prepare()
-        return handle
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Give back a tensor that autograd saved."""
@@ -113,28 +163,47 @@ class Runtime:
         backend, record = self.backend, handle.record
         handle.check_version(backend.version(handle.pack))
         backend.mark_unpack(handle.pack)
-        with self._lock:
-            self._settle()
-            fetch = self._need(record)
         try:
             # A demanded read is queued before the prefetches of this event, which must not delay it.
-            if fetch:
-                self._fetch(record)
+            self._demand(record)
             with self._lock:
                 awaited = self._advance(-1 - handle.key)
             self._await(awaited)
-            tensor = backend.tensor(handle.pack, handle.dtype)
-            while tensor is None:
-                backend.wait(record)
-                tensor = backend.tensor(handle.pack, handle.dtype)
-                if tensor is None:  # it had left in the meantime
-                    self._fetch(record)
+            tensor = self._attached(record, lambda: backend.tensor(handle.pack, handle.dtype))
             backend.prepare()
         finally:
-            with self._lock:
-                self._settle()
-                self.machine.on(e.Used(record))
+            self._used(record)
         return tensor
+
+    def _demand(self, record: int) -> None:
+        """Pin a record and ask for it: it is there, on its way or made again when this returns."""
+        with self._lock:
+            self._settle()
+            commands = self.machine.on(e.Needed(record))
+        for command in commands:
+            match command:
+                case e.Fetch():
+                    self._fetch(record)
+                case e.Keep():
+                    if not self.backend.keep(record):
+                        self._fetch(record)
+                case e.Remake():
+                    self._remake(record)
+
+    def _attached(self, record: int, attach: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+        """Return a tensor on a record's storage once that is there."""
+        tensor = attach()
+        while tensor is None:
+            self.backend.wait(record)
+            tensor = attach()
+            if tensor is None:  # it had left in the meantime
+                self._fetch(record)
+        return tensor
+
+    def _used(self, record: int) -> None:
+        with self._lock:
+            self._settle()
+            self.machine.on(e.Used(record))
 
     def _fetch(self, record: int) -> None:
         try:
@@ -144,14 +213,56 @@ class Runtime:
                 self.machine.on(e.ReadFailed(record))  # it is not on its way: nobody may wait for it
             raise
 
-    def _need(self, record: int) -> bool:
-        """Tell the machine that a record is needed; return whether it has to be fetched."""
-        for command in self.machine.on(e.Needed(record)):
-            if isinstance(command, e.Fetch):
-                return True
-            if isinstance(command, e.Keep) and not self.backend.keep(command.record):
-                return True
-        return False
+    # ---- what is made again (see `Records`) ----
+
+    def _remake(self, record: int) -> None:
+        """Make a record again, and with it what the plan makes at the same time."""
+        assert self.remaker is not None
+        with self._lock:
+            plan = self.matcher.followed
+            keys = plan.together.get(self._key_of.get(record, -1), ()) if plan is not None else ()
+            others = [other for key in keys if (other := self.machine.record_of(key)) is not None and other != record]
+        try:
+            self.remaker.remake([record, *others])
+        except torch.OutOfMemoryError:
+            if not others:
+                raise
+            # There is less room than the plan knew of (R8): the others are made when they are needed themselves.
+            self.remaker.remake([record])
+
+    def hold(self, tensor: torch.Tensor) -> SavedTensor:
+        """Make a tensor's storage a record, without a save of the step's."""
+        packed = self.backend.pack(tensor)
+        handle = self._handle(packed, tensor)
+        with self._lock:
+            self._settle()
+            if packed.is_new:
+                self.machine.on(e.Saved(packed.record, packed.nbytes, -packed.record))
+        return handle
+
+    @contextmanager
+    def borrow(self, record: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Return a record's storage as a flat tensor, in memory while the context lasts."""
+        remakes = self.backend.remakes
+        assert remakes is not None
+        try:
+            self._demand(record)
+            yield self._attached(record, lambda: remakes.flat(record, dtype))
+        finally:
+            self._used(record)
+
+    def is_dropped(self, record: int) -> bool | None:
+        """Tell whether a record was given up (None: there is no such record)."""
+        with self._lock:
+            self._settle()  # it may be gone by now
+            where = self.machine.where(record)
+        return None if where is None else where is Residence.DROPPED
+
+    def remade(self, record: int) -> None:
+        """Take note that a record is in memory again."""
+        with self._lock:
+            self._run(self.machine.on(e.Remade(record)))
+            self.backend.watch(record)
 
     def _advance(self, signature: int) -> list[int]:
         """Count one event of the step, do what the plan wants at it; return the records whose transfer it awaits."""
@@ -159,9 +270,14 @@ class Runtime:
         self.machine.tick()
         if turn.changed:
             self._follow(True)
+            if self.remaker is not None and self._remakes:
+                followed = self.matcher.followed
+                self.remaker.want(followed.calls if followed is not None else ())
         self._expect()
         if turn.leave:
             self._run(self.machine.on(e.Leave(turn.leave)))
+        if turn.forget:
+            self._run(self.machine.on(e.Leave(turn.forget, drop=self._remakes)))
         self._run(self.machine.retry_deferred())
         if turn.due:
             self._run(self.machine.on(e.Due(turn.due)))
@@ -208,6 +324,8 @@ class Runtime:
         """Tell the machine what happened in the background."""
         for event in self.backend.events():
             self._run(self.machine.on(event))
+            if isinstance(event, e.Gone) and self.remaker is not None:
+                self.remaker.gone(event.record)
         if self._strict:
             self.machine.validate()
 
@@ -217,21 +335,15 @@ class Runtime:
         for command in commands:
             match command:
                 case e.Write(record):
-                    try:
-                        written = self.backend.write(record, self.machine.nbytes(record))
-                    except SpillFull:
-                        done = False
-                        self.machine.on(e.WriteFailed(record))
-                        continue
-                    if not written:
-                        done = False
-                        self._run(self.machine.on(e.Held(record)))
+                    done &= self._write(record)
                 case e.Drop(record):
                     if self.backend.drop(record):
                         self.machine.on(e.Dropped(record))
                     else:
                         done = False
                         self._run(self.machine.on(e.Held(record)))
+                case e.Discard(record):
+                    done &= self._discard(record)
                 case e.Keep(record):
                     self.backend.keep(record)
                 case e.Prefetch(record):
@@ -242,3 +354,24 @@ class Runtime:
                 case e.Fetch(record):
                     raise AssertionError(f"record {record} is fetched only where autograd needs it")
         return done
+
+    def _write(self, record: int) -> bool:
+        try:
+            if self.backend.write(record, self.machine.nbytes(record)):
+                return True
+        except SpillFull:
+            self.machine.on(e.WriteFailed(record))
+            return False
+        self._run(self.machine.on(e.Held(record)))
+        return False
+
+    def _discard(self, record: int) -> bool:
+        """Give a record up without a copy if it can be made again, else write it; return whether it goes."""
+        assert self.remaker is not None
+        match self.remaker.discard(record):
+            case None:
+                return self._run(self.machine.on(e.Unmakeable(record)))
+            case False:
+                self._run(self.machine.on(e.Held(record)))
+                return False
+        return True

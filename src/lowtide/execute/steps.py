@@ -14,11 +14,15 @@ from typing import NamedTuple
 
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan
+from lowtide.core.trace import Gap, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """Which keys leave, which are due back or gone again at which event, when each is used.
+
+    `dropped` and `forget` are like `swapped` and `leave`, for keys that are given up without a copy and made again by
+    running `calls` (numbers of the step's calls); `together`: with which others each is made.
 
     `awaited`: the keys whose transfer a synchronous plan waits for at an event, whether or not its bytes are needed.
     `stage`: the keys that are due so soon after an event that a tier further down should bring them closer.
@@ -32,6 +36,10 @@ class StepPlan:
     due: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     leave: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    dropped: frozenset[int] = frozenset()
+    forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    calls: frozenset[int] = frozenset()
+    together: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stage: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
@@ -46,53 +54,97 @@ _STAGE_EVENTS = 24
 
 
 class Turn(NamedTuple):
-    """What one event of the step brings: another plan to follow, keys due back, to leave again, to wait for."""
+    """What one event of the step brings: another plan to follow, keys due back, to leave or forget, to wait for."""
 
     changed: bool = False
     due: tuple[int, ...] = ()
     leave: tuple[int, ...] = ()
+    forget: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
+
+
+class _Ends:
+    """Which key a gap of the trace belongs to: the one whose use or release ends it."""
+
+    def __init__(self, trace: Trace, positions: Sequence[int]) -> None:
+        self._trace = trace
+        self._positions = positions
+        self._known: dict[int, list[tuple[int, int]]] = {}
+        for key, save in enumerate(trace.saves):
+            self._known.setdefault(save.storage, []).extend((use, key) for use in (*save.uses, save.released_op))
+        for known in self._known.values():
+            known.sort()
+
+    def of(self, gap: Gap) -> tuple[int, int, int | None]:
+        """Return the key, the operator that ends the gap, and the event it leaves at (None: once it can)."""
+        known = self._known[gap.storage]
+        end_op, key = known[bisect_left(known, (gap.before_op, -1))]  # a decision may end before the gap it lies in
+        save = self._trace.saves[key]
+        first = end_op == (save.uses[0] if save.uses else save.released_op)
+        return key, end_op, None if first else bisect_left(self._positions, gap.after_op)
+
+
+@dataclass(slots=True)
+class _Going:
+    """Keys that go: at once, or at an event."""
+
+    keys: set[int] = field(default_factory=set)
+    events: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, key: int, event: int | None) -> None:
+        if event is None:
+            self.keys.add(key)
+        else:
+            self.events.setdefault(event, []).append(key)
 
 
 def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> StepPlan:
     """Return a plan over operators as one over the events of the step that was recorded.
 
-    Barriers fall on the first event once the write or read they wait for can have been asked for.
+    Barriers fall on the first event once the write or read they wait for can have been asked for. What would be made by
+    operators that were not seen as calls is swapped instead.
     """
-    trace, positions = recorded.trace, recorded.positions
-    ends: dict[int, list[tuple[int, int]]] = {}
-    for key, save in enumerate(trace.saves):
-        ends.setdefault(save.storage, []).extend((use, key) for use in (*save.uses, save.released_op))
-    for known in ends.values():
-        known.sort()
-    swapped: set[int] = set()
+    positions = recorded.positions
+    ends = _Ends(recorded.trace, positions)
+    swapped, dropped = _Going(), _Going()
     due: dict[int, list[int]] = {}
-    leave: dict[int, list[int]] = {}
     awaited: dict[int, list[int]] = {}
     for swap in plan.swaps:
-        gap = swap.gap
-        known = ends[gap.storage]
-        end_op, key = known[bisect_left(known, (gap.before_op, -1))]  # a swap may end before the gap it lies in
-        save = trace.saves[key]
-        if end_op == (save.uses[0] if save.uses else save.released_op):
-            swapped.add(key)
-        else:
-            leave.setdefault(bisect_left(positions, gap.after_op), []).append(key)
+        key, end_op, event = ends.of(swap.gap)
+        swapped.add(key, event)
         if swap.fetch_op < end_op:
             due.setdefault(bisect_right(positions, swap.fetch_op) - 1, []).append(key)
         for barrier_op in (swap.landed_op, swap.arrived_op):
-            if barrier_op is not None and barrier_op < gap.before_op:
+            if barrier_op is not None and barrier_op < swap.gap.before_op:
                 awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
+    together: dict[int, list[int]] = {}
+    calls: set[int] = set()
+    for one in plan.recomputes:
+        key, _, event = ends.of(one.gap)
+        if any(op not in recorded.calls for op in one.ops):
+            swapped.add(key, event)
+            continue
+        dropped.add(key, event)
+        calls.update(recorded.calls[op] for op in one.ops)
+        together.setdefault(one.gap.before_op, []).append(key)
     return StepPlan(
         signature=tuple(signature),
-        swapped=frozenset(swapped),
-        due={event: tuple(keys) for event, keys in due.items()},
-        leave={event: tuple(keys) for event, keys in leave.items()},
+        swapped=frozenset(swapped.keys),
+        dropped=frozenset(dropped.keys),
+        due=_frozen(due),
+        leave=_frozen(swapped.events),
+        forget=_frozen(dropped.events),
+        calls=frozenset(calls),
+        together={key: tuple(keys) for keys in together.values() for key in keys},
         uses=dict(enumerate(recorded.use_events)),
-        awaited={event: tuple(keys) for event, keys in awaited.items()},
-        stage=_staged(swapped, due, recorded.use_events),
+        awaited=_frozen(awaited),
+        stage=_staged(swapped.keys, due, recorded.use_events),
         needs=recorded.needs,
     )
+
+
+def _frozen(events: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    return {event: tuple(keys) for event, keys in events.items()}
 
 
 def _staged(
@@ -104,7 +156,7 @@ def _staged(
     staged: dict[int, list[int]] = {}
     for key, event in sorted(when.items(), key=lambda item: item[1]):
         staged.setdefault(max(0, event - _STAGE_EVENTS), []).append(key)
-    return {event: tuple(keys) for event, keys in staged.items()}
+    return _frozen(staged)
 
 
 class Matcher:
@@ -139,7 +191,10 @@ class Matcher:
             return Turn()
         if index < len(plan.signature) and plan.signature[index] == signature:
             return Turn(
-                due=plan.due.get(index, ()), leave=plan.leave.get(index, ()), awaited=plan.awaited.get(index, ())
+                due=plan.due.get(index, ()),
+                leave=plan.leave.get(index, ()),
+                forget=plan.forget.get(index, ()),
+                awaited=plan.awaited.get(index, ()),
             )
         self._followed = self._other(index + 1)
         if self._followed is None:

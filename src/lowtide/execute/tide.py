@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 import torch
 
 from lowtide import registry
+from lowtide.capture.builder import Recorded
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
@@ -34,6 +35,9 @@ _RECORDINGS = 2
 # Steps to record after one that matched no plan: it is planned once it repeats (R8).
 _ALERT_STEPS = 8
 
+
+# What it costs to see one call in Python on its way to the kernel (measured: 5 to 15 us).
+_WATCH_S = 15e-6
 
 T = TypeVar("T")
 
@@ -129,8 +133,9 @@ class Tide:
         self._inside = True
         self._backend.refresh_static()
         self._static_bytes = self._backend.usage().live_bytes
-        self._runtime.begin_step()
-        if self._alert > 0:
+        recording = self._alert > 0
+        self._runtime.begin_step(recording=recording)
+        if recording:
             self._recorder.start()
         else:
             self._backend.observe(names=self._under_pressure, log=False)
@@ -140,6 +145,7 @@ class Tide:
     def end_step(self) -> None:
         """End a step that went well: learn from it and plan the next."""
         self._inside = False
+        self._runtime.end_step()
         self._backend.rest()
         self._step_s.append(time.perf_counter() - self._started)
         self._step_stall_s = self._backend.usage().stall_s - self._stall_before
@@ -151,6 +157,7 @@ class Tide:
     def abandon_step(self) -> None:
         """End a step that raised: nothing is learnt from it."""
         self._inside = False
+        self._runtime.abandon_step()
         self._backend.rest()
         self._recorder.cancel()
 
@@ -171,9 +178,7 @@ class Tide:
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
                 self._trace = recorded.trace
-                self._plan = self._policy.plan(
-                    Problem(trace=recorded.trace, machine=self._machine, budget_bytes=self._budget_bytes, tier="spill")
-                )
+                self._plan = self._decide(recorded)
                 matcher.add(compile_plan(self._plan, recorded, signature))
                 times_recorded = self._recorded[signature] = times_recorded + 1
         self._seen.add(hash(signature))
@@ -183,6 +188,19 @@ class Tide:
             self._alert = max(1, self._alert)
         elif followed is not None:
             self._alert = 0
+
+    def _decide(self, recorded: Recorded) -> Plan:
+        """Return the policy's plan; one that runs operators again only where their calls were seen."""
+        calls = max(recorded.calls.values(), default=0)
+        problem = Problem(
+            trace=recorded.trace,
+            machine=self._machine,
+            budget_bytes=self._budget_bytes,
+            tier="spill",
+            can_recompute=calls > 0,
+            watch_s=calls * _WATCH_S,
+        )
+        return self._policy.plan(problem)
 
     @property
     def _under_pressure(self) -> bool:
@@ -222,6 +240,8 @@ class Tide:
             "steps": len(self._step_s),
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
+            "planned_recomputes": len(self._plan.recomputes) if self._plan is not None else 0,
+            **self._runtime.figures(),
             "unmanaged": dict(self._runtime.unmanaged),
             **self._backend.figures(),
         }
@@ -257,7 +277,11 @@ class Tide:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._recorder.cancel()
-        self._backend.close(bring_back=bring_back)
+        try:
+            if bring_back:
+                self._runtime.end_step()
+        finally:
+            self._backend.close(bring_back=bring_back)
 
     def __enter__(self) -> Self:
         self._check_open()

@@ -248,9 +248,12 @@ class Search:
     def winner(self) -> Attempt:
         """Return the attempt that moves least among the fastest."""
         fits = [one for one in self.tried if one.prediction.peak_bytes <= self.problem.budget_bytes] or self.tried
-        fastest_s = min(one.prediction.step_s for one in fits)
-        close = [one for one in fits if one.prediction.step_s <= fastest_s * (1 + NEGLIGIBLE)]
+        fastest_s = min(self._watched_s(one) for one in fits)
+        close = [one for one in fits if self._watched_s(one) <= fastest_s * (1 + NEGLIGIBLE)]
         return min(close, key=lambda one: (one.prediction.moved_out_bytes, one.prediction.step_s))
+
+    def _watched_s(self, one: Attempt) -> float:
+        return one.prediction.step_s + (self.problem.watch_s if one.recomputes else 0.0)
 
     def settled(self) -> bool:
         """Tell whether some attempt leaves nothing to gain."""

@@ -133,6 +133,8 @@ class Native:
         self.record_drop = quick("lt_record_drop", i64, i64)
         self.record_discard = quick("lt_record_discard", integer, i64)
         self.record_adopt = quick("lt_record_adopt", integer, i64, pointer)
+        self.record_attach = quick("lt_record_attach", integer, i64, pointer)
+        self.alias = quick("lt_alias", integer, pointer, pointer)
         self.serial_of_tensor = quick("lt_serial_of_tensor", i64, pointer)
         self._record_prefetch = quick("lt_record_read", integer, i64, integer)
         self._record_fetch = waiting("lt_record_read", integer, i64, integer)

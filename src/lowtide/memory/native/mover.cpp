@@ -502,11 +502,21 @@ int64_t lt_storage_bytes(c10::TensorImpl* tensor) {
   return is_ours(storage) ? static_cast<int64_t>(storage->nbytes()) : -1;
 }
 
-// The serial number of the block behind a tensor; 0 if there is none, or its memory is not ours.
+// The serial number of the block behind a tensor; below zero: memory that is not ours; 0: none.
 int64_t lt_serial_of_tensor(c10::TensorImpl* tensor) {
   if (!tensor->has_storage()) return 0;
   const c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  return storage && storage->nbytes() > 0 && is_ours(storage) ? serial_of(storage) : 0;
+  return storage && storage->nbytes() > 0 ? serial_of(storage) : 0;
+}
+
+// Make `alias` (empty, of the same dtype) the same memory as `tensor`, with its version but without its graph.
+int lt_alias(c10::TensorImpl* tensor, c10::TensorImpl* alias) try {
+  alias->set_version_counter(tensor->version_counter());
+  alias->set_storage_keep_dtype(tensor->storage());
+  alias->set_sizes_and_strides(tensor->sizes(), tensor->strides(), tensor->storage_offset());
+  return 0;
+} catch (...) {
+  return -1;  // C++ exceptions end here: ctypes cannot pass them on
 }
 
 // Note a saved tensor. out: record, 1 if the record is new, storage bytes, version now. Returns the pack.
@@ -705,6 +715,9 @@ int lt_record_discard(int64_t id) {
     auto record = find(id);
     if (!record || record->state != kResident || record->storage.use_count() != 1) return -1;
     if (static_cast<int64_t>(record->storage.nbytes()) != record->bytes) return -1;  // resized by its owner
+    record->has_checksum = m.medium.verify;
+    if (m.medium.verify)
+      record->checksum = checksum_of(static_cast<const char*>(record->storage.data()), record->bytes);
     released = m.send_away(*record);
     record->offset = -1;
   }
@@ -714,8 +727,8 @@ int lt_record_discard(int64_t id) {
   return 0;
 }
 
-// Make the storage of `tensor` that of a record which was given up without a copy. Returns 0, or -1 if it is not one, or
-// not its size.
+// Make the storage of `tensor` that of a record which was given up without a copy. Returns 0, -1 if it is not one or not
+// its size, -2 if it has another checksum.
 int lt_record_adopt(int64_t id, c10::TensorImpl* tensor) {
   Mover& m = mover();
   if (!tensor->has_storage()) return -1;
@@ -725,12 +738,29 @@ int lt_record_adopt(int64_t id, c10::TensorImpl* tensor) {
   auto record = find(id);
   if (!record || record->state != kAway || record->offset >= 0) return -1;
   if (static_cast<int64_t>(storage.nbytes()) != record->bytes) return -1;
+  if (record->has_checksum && checksum_of(static_cast<const char*>(storage.data()), record->bytes) != record->checksum)
+    return -2;
   if (!m.by_storage.emplace(storage.unsafeGetStorageImpl(), id).second) return -1;
   record->storage = storage;
   record->state = kResident;
   record->handed_out = false;
   record->error = 0;
   return 0;
+}
+
+// Make `tensor` (empty, of the dtype wanted) all of a resident record's storage. Returns 0, or -1 if it is not resident.
+int lt_record_attach(int64_t id, c10::TensorImpl* tensor) try {
+  Mover& m = mover();
+  std::lock_guard<std::mutex> guard(m.mutex);
+  Record& record = *m.records.at(id);
+  if (record.state == kAway || record.state == kArriving) return -1;
+  if (record.state == kClean) record.state = kResident;  // see Note [Handed out]
+  record.handed_out = true;
+  tensor->set_storage_keep_dtype(record.storage);
+  tensor->set_sizes_contiguous({record.bytes / static_cast<int64_t>(tensor->dtype().itemsize())});
+  return 0;
+} catch (...) {
+  return -2;  // C++ exceptions end here: ctypes cannot pass them on
 }
 
 // Start to read a record that is away. Returns 0: under way or there; 1: no room (only without `demand`); -1: gone,

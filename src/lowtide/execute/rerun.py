@@ -1,0 +1,148 @@
+"""Runs calls again: which ones it takes to make some products, in order, with no more memory than they need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from lowtide.execute.hooks import SavedTensor
+from lowtide.execute.recipes import Call, Kept, Layout, Made, Product, Source
+
+_CHANGED = (
+    "lowtide: a tensor that a saved one is computed from was changed in place on another thread, or after its step had "
+    "raised, so backward cannot have the saved one again: use a policy that does not recompute, such as 'belady'"
+)
+
+
+class Records(Protocol):
+    """The runtime's side: records in memory, and the machine's view of them."""
+
+    def hold(self, tensor: torch.Tensor) -> SavedTensor:
+        """Make a tensor's storage a record, without a save of the step's."""
+        ...
+
+    def borrow(self, record: int, dtype: torch.dtype) -> AbstractContextManager[torch.Tensor]:
+        """Return a record's storage as a flat tensor, in memory while the context lasts."""
+        ...
+
+    def is_dropped(self, record: int) -> bool | None:
+        """Tell whether a record was given up (None: there is no such record)."""
+        ...
+
+    def remade(self, record: int) -> None:
+        """Take note that a record is in memory again."""
+        ...
+
+
+class Rerun:
+    """The calls that make some products, down to operands in memory or on a tier, and what they made so far."""
+
+    def __init__(self, wanted: Collection[Product], records: Records) -> None:
+        self._wanted = wanted
+        self._records = records
+        self._borrowed = ExitStack()
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._at_hand: dict[Product, int] = {}
+        self._made: dict[Product, torch.Tensor] = {}
+        self._outputs: dict[Call, list[Product]] = {}
+        self._ordered = self._gather()
+        self._last = {operand.product: call for call in self._ordered for operand in call.made()}
+
+    @property
+    def calls(self) -> int:
+        """How many calls it takes."""
+        return len(self._ordered)
+
+    def pop(self, product: Product) -> torch.Tensor:
+        """Return what was made for a product, and let go of it."""
+        return self._made.pop(product)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._made.clear()
+        self._bases.clear()
+        self._borrowed.close()
+
+    def _gather(self) -> list[Call]:
+        calls: dict[int, Call] = {}
+        products: dict[Product, None] = {}
+        waiting = [(product, product.changes) for product in self._wanted]
+        while waiting:
+            product, changes = waiting.pop()
+            products[product] = None
+            for call in product.calls[: changes + 1]:
+                if call.number in calls:
+                    continue
+                calls[call.number] = call
+                for operand in call.made():
+                    if self._is_at_hand(operand):
+                        assert operand.product.record is not None
+                        self._at_hand[operand.product] = operand.product.record
+                    else:
+                        waiting.append((operand.product, operand.changes))
+        for product in products:
+            self._outputs.setdefault(product.calls[0], []).append(product)
+        return [calls[number] for number in sorted(calls)]
+
+    def _is_at_hand(self, operand: Made) -> bool:
+        """Tell whether an operand need not be made: its storage is saved, and is what the call read."""
+        product = operand.product
+        if product in self._wanted or product.record is None or not product.whole:
+            return False
+        return operand.changes == product.changes and self._records.is_dropped(product.record) is False
+
+    def run(self) -> None:
+        """Run the calls; what they make besides is let go after its last use."""
+        for call in self._ordered:
+            args, kwargs = tree_unflatten([self._value(leaf) for leaf in call.leaves], call.spec)
+            with torch.set_grad_enabled(call.with_grad):
+                results = tree_leaves(call.operator(*args, **kwargs))
+            for product in self._outputs.get(call, ()):
+                self._made[product] = results[product.output]
+            del args, kwargs, results
+            for product in [one for one in self._made if one not in self._wanted and self._last.get(one) is call]:
+                del self._made[product]
+
+    def _value(self, leaf: object) -> object:
+        match leaf:
+            case Kept(tensor):
+                if leaf.is_changed():
+                    raise RuntimeError(_CHANGED)
+                return tensor
+            case Source(handle, layout):
+                if handle.runtime.backend.version(handle.pack) != handle.version:
+                    raise RuntimeError(_CHANGED)
+                return self._on_record(handle.record, layout)
+            case Made(product, layout, changes):
+                if product in self._at_hand and changes == product.changes:
+                    return self._on_record(self._at_hand[product], layout)
+                return layout.over(self._made[product])
+            case _:
+                return leaf
+
+    def _on_record(self, record: int, layout: Layout) -> torch.Tensor:
+        if (record, layout.dtype) not in self._bases:
+            borrowed = self._records.borrow(record, layout.dtype)
+            self._bases[record, layout.dtype] = self._borrowed.enter_context(borrowed)
+        return layout.over(self._bases[record, layout.dtype])
+
+
+@contextmanager
+def rerun(wanted: Collection[Product], records: Records, device: torch.device) -> Iterator[Rerun]:
+    """Run the calls that make the wanted products; what they made is there while the context lasts.
+
+    They run as they were dispatched: below autograd, autocast and whatever modes the program has on.
+    """
+    running = Rerun(wanted, records)
+    below = torch._C._AutoDispatchBelowAutograd
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _disable_current_modes(), below():
+        try:
+            running.run()
+            yield running
+        finally:
+            running.close()
