@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +193,39 @@ def test_the_mode_is_off_when_no_plan_asks_for_it(tmp_path: Path) -> None:
                 saved_sum(torch.randn(WIDTH, requires_grad=True), torch.randn(1024, WIDTH)).sum().backward()
                 on = torch._C._len_torch_dispatch_stack()
             assert on == (1 if index < 2 else 0), "only steps that are recorded are watched here"
+
+
+@pytest.mark.slow
+def test_what_torch_compile_made_is_what_runs(tmp_path: Path) -> None:
+    """It compiles for half a minute, and leaves this process with compiled code: a process of its own."""
+    program = f"""
+        import torch, lowtide
+        from torch._dynamo.utils import counters
+        from tests.bitwise.drop_all import DropAll
+
+        def steps(context):
+            torch._dynamo.reset()
+            torch.manual_seed(3)
+            first, second = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+            middle = torch.compile(lambda x: (x.sin() + 1).cos().relu() * 2)
+            for _ in range(5):
+                with context():
+                    second(middle(first(torch.randn(512, 256)).relu())).relu().sum().backward()
+            return first.weight.grad, second.weight.grad
+
+        from contextlib import nullcontext
+        stock = steps(nullcontext)
+        assert counters["frames"]["ok"] == 1, counters
+        counters.clear()
+        with lowtide.fit(budget=12 << 20, spill={str(tmp_path)!r}, policy=DropAll(once=True)) as tide:
+            managed = steps(tide.step)
+            assert tide.stats()["recomputed_ops"] == 0
+        assert counters["frames"]["ok"] == 1, counters
+        assert all(torch.equal(a, b) for a, b in zip(stock, managed))
+    """
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, env=environment)
 
 
 def test_verify_notices_an_operator_that_does_not_repeat_itself(

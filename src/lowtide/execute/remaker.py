@@ -7,6 +7,7 @@ not outlive its step: between steps, where nobody watches, nothing depends on a 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -31,6 +32,12 @@ from lowtide.execute.recipes import (
     writes_of,
 )
 from lowtide.execute.rerun import Records, rerun
+
+
+def can_watch() -> bool:
+    """Tell whether every call can be seen: not inside what `torch.compile` made, nor where it would not be let run."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
 
 
 class Remakes(Protocol):
@@ -88,13 +95,19 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.ran = 0
         self.busy_s = 0.0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code alone: with any other mode on, PyTorch would run the code it was compiled from."""
+        return True
+
     # ---- the step ----
 
     def begin(self, *, wanted: Collection[int], marks: bool) -> None:
         """Start to number calls from zero; remember the `wanted` ones, or mark all in the log."""
         self._number = 0
-        self.want(wanted)
-        self._marks = marks
+        watches = can_watch()
+        self.want(wanted if watches else ())
+        self._marks = marks and watches
         self._active = self.is_needed
 
     def want(self, wanted: Collection[int]) -> None:

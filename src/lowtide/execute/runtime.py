@@ -20,7 +20,7 @@ from lowtide.errors import SpillFull
 from lowtide.execute import events as e
 from lowtide.execute.backend import Backend, Packed
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
-from lowtide.execute.remaker import Remaker
+from lowtide.execute.remaker import Remaker, can_watch
 from lowtide.execute.residency import Residence, Residency
 from lowtide.execute.steps import Matcher
 from lowtide.plan.policy import Policy
@@ -55,7 +55,7 @@ class Runtime:
 
         A step that is recorded runs nothing again, it swaps instead: its trace shows what the program does.
         """
-        self._remakes = self.remaker is not None and not recording
+        self._remakes = self.remaker is not None and not recording and can_watch()
         with self._lock:
             self._settle()
             self.machine.begin_step()

@@ -54,8 +54,7 @@ class Capuchin:
         reconstructed=(
             "other gaps than a tensor's longest are candidates where those are not enough; a copy that lands late or "
             "is read too early for the window counts as the time it is off instead of being rejected; "
-            "a read is triggered no earlier than it fits; recomputation that does not fit turns into swaps; the real "
-            "runtime swaps only"
+            "a read is triggered no earlier than it fits; recomputation that does not fit turns into swaps"
         ),
     )
 

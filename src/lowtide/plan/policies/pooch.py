@@ -48,8 +48,7 @@ class Pooch:
         paper="Ito et al., PPoPP 2019 poster, arXiv 1907.05013",
         reconstructed=(
             f"the exhaustive part looks at {EXHAUSTIVE_MAPS} maps; the greedy parts try maps in the order of what "
-            "could be gained at most and take each that helps; keeping the latest maps that fit competes; the real "
-            "runtime swaps and keeps only"
+            "could be gained at most and take each that helps; keeping the latest maps that fit competes"
         ),
     )
 

@@ -46,7 +46,7 @@ class SuperNeurons:
         paper="Wang et al., PPoPP 2018",
         reconstructed=(
             "nothing is dropped while the step fits; a plan that does not fit gives up speed-centric segments first, "
-            "then recomputation; the real runtime swaps only; workspaces are part of the recorded operators"
+            "then recomputation; workspaces are part of the recorded operators"
         ),
     )
 
