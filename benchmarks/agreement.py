@@ -99,10 +99,14 @@ def _sentence(line: dict[str, Any]) -> str:
 
 
 def _table(lines: list[dict[str, Any]]) -> Table:
-    table = Table("model", "policy", "budget", "peak, simulated / real", "step, simulated / real", "moved a step")
+    table = Table(
+        "model", "policy", "budget", "peak, simulated / real", "step, simulated / real", "moved a step", "made again"
+    )
     for line in lines:
         if "failure" in line:
-            table.add_row(line["model"], line["policy"], f"{line['share']:.0%}", line["failure"].split(":")[0], "", "")
+            table.add_row(
+                line["model"], line["policy"], f"{line['share']:.0%}", line["failure"].split(":")[0], "", "", ""
+            )
             continue
         table.add_row(
             line["model"],
@@ -111,6 +115,7 @@ def _table(lines: list[dict[str, Any]]) -> Table:
             f"{line['peak_ratio']:.3f}",
             f"{line['time_ratio']:.2f}",
             f"{line['moved_out_bytes'] / 2**20:,.0f} MiB",
+            f"{line['recompute_s']:.3f} / {line['measured_recompute_s']:.3f} s",
         )
     return table
 

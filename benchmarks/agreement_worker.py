@@ -32,7 +32,7 @@ def _measure(case: Case) -> dict[str, Any]:
     budget_bytes = 1 << 40
     if case.share is not None:
         budget_bytes = round(case.static_bytes + case.share * (case.peak_bytes - case.static_bytes))
-    times_s, peaks = [], []
+    times_s, peaks, recompute_s, before_s = [], [], [], 0.0
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
@@ -42,11 +42,15 @@ def _measure(case: Case) -> dict[str, Any]:
             stats: dict[str, Any] = tide.stats()
             times_s.append(stats["last_step_s"])
             peaks.append(stats["last_step_peak_bytes"])
+            recompute_s.append(stats["recompute_s"] - before_s)
+            before_s = stats["recompute_s"]
         if case.share is None:
             return {"static_bytes": stats["static_bytes"], "peak_bytes": peaks[-1]}
         trace, plan, machine = tide.trace(), tide.plan(), tide.machine
     policy = registry.policy(case.policy)
-    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
+    problem = Problem(
+        trace=trace, machine=machine, budget_bytes=budget_bytes, can_recompute=bool(plan and plan.recomputes)
+    )
     timeline = simulate(problem, plan, policy=policy)
     measured_s = statistics.median(times_s[case.warmup_steps :])
     peak_bytes = max(peaks[case.warmup_steps :])
@@ -63,6 +67,8 @@ def _measure(case: Case) -> dict[str, Any]:
         "stall_s": timeline.stall_s,
         "measured_stall_s": stats["last_step_stall_s"],
         "moved_out_bytes": timeline.moved_out_bytes,
+        "recompute_s": timeline.recompute_s,
+        "measured_recompute_s": statistics.median(recompute_s[case.warmup_steps :]),
     }
 
 

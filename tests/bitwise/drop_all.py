@@ -18,6 +18,7 @@ class DropAll:
 
     name = "drop_all"
     summary = "drops all it can"
+    recomputes = True
 
     def __init__(self, *, once: bool) -> None:
         self._once = once

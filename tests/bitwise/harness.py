@@ -14,6 +14,7 @@ import torch
 
 import lowtide
 from lowtide.errors import BudgetTooSmall
+from lowtide.plan.policy import Policy
 from tests.bitwise.architectures import ARCHITECTURES
 from tests.bitwise.huggingface import HUGGINGFACE
 from tests.bitwise.loops import LOOPS
@@ -78,8 +79,9 @@ def managed(
     *,
     budget_bytes: int,
     spill: Path,
-    policy: str = "auto",
+    policy: str | Policy = "auto",
     verify: bool = False,
+    recompute: bool | None = None,
     outcome: Outcome | None = None,
 ) -> Outcome:
     """Train under Lowtide inside a budget; nothing may be left in `spill` afterwards."""
@@ -88,7 +90,13 @@ def managed(
     optimizers = workload.optimizers[0] if len(workload.optimizers) == 1 else workload.optimizers
     try:
         with lowtide.fit(
-            workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy, verify=verify
+            workload.model,
+            optimizers,
+            budget=budget_bytes,
+            spill=spill,
+            policy=policy,
+            verify=verify,
+            recompute=recompute,
         ) as tide:
 
             def note_floor() -> None:
@@ -122,12 +130,24 @@ def managed_or_refused(name: str, *, budget_bytes: int, spill: Path) -> tuple[Ou
     return outcome, None
 
 
-def pressed(name: str, *, share: float, spill: Path, policy: str = "auto", verify: bool = False) -> Outcome:
+def pressed(
+    name: str,
+    *,
+    share: float,
+    spill: Path,
+    policy: str | Policy = "auto",
+    verify: bool = False,
+    recompute: bool | None = None,
+) -> Outcome:
     """Train at a share of what activations add; where that is refused, at the promised budget, if that is larger."""
+
+    def at(budget_bytes: int) -> Outcome:
+        return managed(name, budget_bytes=budget_bytes, spill=spill, policy=policy, verify=verify, recompute=recompute)
+
     budget_bytes = need(name).budget_bytes(share)
     try:
-        return managed(name, budget_bytes=budget_bytes, spill=spill, policy=policy, verify=verify)
+        return at(budget_bytes)
     except BudgetTooSmall:
         if budget_bytes >= need(name).promised_bytes:
             raise
-    return managed(name, budget_bytes=need(name).promised_bytes, spill=spill, policy=policy, verify=verify)
+    return at(need(name).promised_bytes)

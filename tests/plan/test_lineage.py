@@ -85,16 +85,6 @@ def test_an_operator_in_place_runs_again_on_what_its_recipe_made() -> None:
     assert lineage.recipe([2], available=lambda storage: storage == 0) == (0, 1, 2)
 
 
-def test_a_normalisation_runs_again_without_its_running_statistics() -> None:
-    trace = steps_of(("aten::native_batch_norm", (0, 2), (1, 2)), ("aten::mul", (1,), (3,)))
-    # Storage 2 lived before the step, is read and changed.
-    trace = replace(trace, storages=(*trace.storages[:2], replace(trace.storages[2], first_op=-1), trace.storages[3]))
-    assert Lineage(trace).makers(1) == (0,)
-    assert Lineage(trace).recipe([1], available=lambda storage: storage == 0 or storage == 2) == (0,)
-    other = replace(trace, ops=(replace(trace.ops[0], name="aten::mul"), trace.ops[1]))
-    assert Lineage(other).makers(1) is None
-
-
 def test_a_storage_is_made_as_its_reader_saw_it() -> None:
     # Storage 2 was made from 1 before 1 changed: the change is no part of its recipe.
     trace = steps_of(("aten::mul", (0,), (1,)), ("aten::mul", (1,), (2,)), ("aten::relu_", (1,), (1,)))

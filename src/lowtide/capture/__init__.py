@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -116,16 +117,23 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
     with Tide([], [], **_UNMANAGED) as tide:
         try:
             with stepping(tide, after_step):
-                run_as_main(path, argv)
+                try:
+                    run_as_main(path, argv)
+                finally:
+                    if done >= steps:
+                        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         except Enough:
             pass
-        except Exception:
+        except Exception as error:
             if trace is None:
                 raise
             counter.counted.clear()  # a script may not bear being counted; its trace was taken before
-        finally:
-            if done >= steps:
-                counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            warnings.warn(
+                f"lowtide: the step after the recorded one raised {type(error).__name__}: {error}; the trace has no "
+                "flops, so its operators' times cannot be put on another machine",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if not done:
             raise BadArgument(f"{path.name} ended without an optimizer step: there is no training step to record")
         return with_flops(trace or tide.trace(), counter.counted)

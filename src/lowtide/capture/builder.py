@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from lowtide.core.log import Event, LogEntry
 from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
@@ -33,15 +34,15 @@ class Recorded:
 
     `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
     numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the
-    i-th (the last one: after all), where the log says so. `calls[op]` is the number of the step's call that an operator
-    was, where calls were numbered.
+    i-th (the last one: after all), where the log says so. `calls[op]` are the numbers of the step's calls that an
+    operator consists of, where calls were numbered.
     """
 
     trace: Trace
     positions: tuple[int, ...]
     use_events: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...] = ()
-    calls: Mapping[int, int] = field(default_factory=dict)
+    calls: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -76,6 +77,14 @@ class _Running:
     writes: list[int] = field(default_factory=list)
 
 
+class _Frame(NamedTuple):
+    """A call that has not returned; `chosen`: it is an operator of the trace."""
+
+    name: int
+    chosen: bool
+    phase: Phase | None
+
+
 class _Builder:
     def __init__(self, names: Sequence[str], *, static_bytes: int, is_operator: Callable[[str], bool]) -> None:
         self.names = names
@@ -88,8 +97,8 @@ class _Builder:
         self.saved: dict[int, _Saved] = {}
         self.order: list[int] = []
         self.positions: list[int] = []
-        self.stacks: dict[int, list[tuple[bool, Phase | None]]] = {}
-        self.calls: dict[int, int] = {}
+        self.stacks: dict[int, list[_Frame]] = {}
+        self.calls: dict[int, list[int]] = {}
         self.module = ""
         self.early_peak = static_bytes
 
@@ -127,9 +136,9 @@ class _Builder:
             case Event.MODULE:
                 self.module = self.names[entry.a]
             case Event.CALL:
-                # PyTorch reports the mode that numbers calls as a frame of its own.
-                if any(chosen for chosen, _ in self.stacks.get(entry.thread, [])[-2:]):
-                    self.calls.setdefault(self.next_op - 1, entry.a)
+                # As a rule one; more if this overload of the operator is composed of others.
+                if any(frame.chosen for frame in self.stacks.get(entry.thread, [])):
+                    self.calls.setdefault(self.next_op - 1, []).append(entry.a)
 
     def memory(self, entry: LogEntry) -> None:
         if entry.kind == Event.ALLOC:
@@ -156,20 +165,22 @@ class _Builder:
     def operator(self, entry: LogEntry) -> None:
         stack = self.stacks.setdefault(entry.thread, [])
         if entry.kind == Event.OP_END:
-            if stack:
-                stack.pop()
+            # A range of the user's is opened inside an operator that ends before it does.
+            ended = next((at for at in reversed(range(len(stack))) if stack[at].name == entry.a), None)
+            if ended is not None:
+                del stack[ended]
             return
         name = self.names[entry.a]
-        inside = any(chosen for chosen, _ in stack)
+        inside = any(frame.chosen for frame in stack)
         phase = None
         if entry.b == Scope.BACKWARD:
             phase = Phase.BACKWARD
         elif entry.b == Scope.USER and name.startswith("Optimizer."):
             phase = Phase.UPDATE
         chosen = entry.b == Scope.FUNCTION and not inside and self.is_operator(name)
-        stack.append((chosen, phase))
+        stack.append(_Frame(entry.a, chosen, phase))
         if chosen:
-            current = next((p for _, p in reversed(stack) if p is not None), Phase.FORWARD)
+            current = next((frame.phase for frame in reversed(stack) if frame.phase is not None), Phase.FORWARD)
             self.ops.append(
                 _Running(name=name, phase=current, begin_ns=entry.at_ns, module=self.module, peak_bytes=self.live)
             )
@@ -177,7 +188,7 @@ class _Builder:
     def current(self, thread: int) -> _Running | None:
         """Return the operator whose operands are being listed: only the chosen call itself, not those inside it."""
         stack = self.stacks.get(thread, [])
-        return self.ops[-1] if stack and stack[-1][0] else None
+        return self.ops[-1] if stack and stack[-1].chosen else None
 
     def written(self, op: _Running, storage: int, version: int) -> None:
         block = self.blocks[storage]

@@ -22,6 +22,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _RUNPY = "<frozen runpy>"
 # Saved-tensor hooks raise what autograd leaves to them, in autograd's words: nothing there is news to the user.
 _SPEAKS_FOR_AUTOGRAD = str(Path("execute", "hooks.py"))
+# What PyTorch calls a mode through, and what the mode calls to go on.
+_BEFORE_A_MODE = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
+_AFTER_A_MODE = ("torch/_ops.py",)
 _OUR_WARNING = "lowtide: "
 
 ADVISORY = "advisory: accounted in Python, not enforced"
@@ -138,7 +141,7 @@ def _of_the_script(frames: list[traceback.FrameSummary]) -> list[traceback.Frame
         begin += 1
         if frames[begin - 1].filename == _RUNPY and begin < len(frames) and frames[begin].filename != _RUNPY:
             break
-    script = frames[begin:]
+    script = _without_modes(frames[begin:])
     if not script:
         return [] if frames and frames[-1].filename == _RUNPY else frames
     own = script[0].filename
@@ -148,6 +151,20 @@ def _of_the_script(frames: list[traceback.FrameSummary]) -> list[traceback.Frame
         while end > 0 and not shown[end - 1]:
             end -= 1
     return [frame for index, frame in enumerate(script) if shown[index] or index >= end]
+
+
+def _without_modes(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames without those that an operator has only because a mode of ours watches it."""
+    hidden: set[int] = set()
+    for at, frame in enumerate(frames):
+        if frame.name == "__torch_dispatch__" and _is_ours(frame):
+            hidden.add(at)
+            for way, around in ((-1, _BEFORE_A_MODE), (1, _AFTER_A_MODE)):
+                beside = at + way
+                while 0 <= beside < len(frames) and frames[beside].filename.endswith(around):
+                    hidden.add(beside)
+                    beside += way
+    return [frame for at, frame in enumerate(frames) if at not in hidden]
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:

@@ -33,6 +33,11 @@ _CAPACITY = "2GiB"
 @click.option("--spill", multiple=True, metavar="DIR", help="Where to spill; repeat it to stripe over several disks.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option(
+    "--recompute/--no-recompute",
+    default=None,
+    help="Run operators again instead of moving bytes where the policy finds that cheaper (default: as in its paper).",
+)
+@click.option(
     "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
 )
 @click.option(
@@ -49,6 +54,7 @@ def command(
     spill: tuple[str, ...],
     policy: str,
     verify: bool,
+    recompute: bool | None,
     json_path: Path | None,
     emulate: str | None,
     capacity: str | None,
@@ -102,6 +108,7 @@ def command(
         spill=spill[0] if len(spill) == 1 else list(spill) or None,
         policy=policy,
         verify=verify,
+        recompute=recompute,
     )
     if isinstance(stats, int):
         return stats
@@ -122,13 +129,20 @@ def told(settings: Settings, name: str) -> str:
 
 
 def _run(
-    script: Path, args: list[str], *, budget: BudgetLike, spill: str | list[str] | None, policy: str, verify: bool
+    script: Path,
+    args: list[str],
+    *,
+    budget: BudgetLike,
+    spill: str | list[str] | None,
+    policy: str,
+    verify: bool,
+    recompute: bool | None,
 ) -> dict[str, Any] | int:
     """Return the statistics of the script's run, or the exit code of one that failed."""
     from lowtide.execute.script import run_script
 
     try:
-        return run_script(script, args, budget=budget, spill=spill, policy=policy, verify=verify)
+        return run_script(script, args, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)
     except LowtideError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever the script raises is the script's to show

@@ -315,6 +315,15 @@ class CpuBackend(AskedByAllocator):
         made = torch.empty(0, dtype=dtype, device="cpu")
         return made if self._native.record_attach(record, made._cdata) == 0 else None
 
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        return bool(self._native.is_shared(tensor._cdata))
+
+    def is_lent(self, record: int) -> bool:
+        return bool(self._native.record_is_shared(record))
+
+    def lift(self) -> None:
+        self._native.set_budget(0)
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return made if self._native.alias(tensor._cdata, made._cdata) == 0 else None

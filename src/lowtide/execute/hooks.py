@@ -56,6 +56,12 @@ class SavedTensor:
     def __del__(self) -> None:
         self.runtime.backend.close_pack(self.pack)
 
+    def is_changed(self) -> bool:
+        """Tell whether the tensor was changed since it was saved, or may have been: it was lent to numpy, for one."""
+        backend = self.runtime.backend
+        lent = backend.remakes is not None and backend.remakes.is_lent(self.record)
+        return lent or backend.version(self.pack) != self.version
+
     def check_version(self, version_now: int) -> None:
         """Raise what stock autograd raises for a saved tensor that was changed in place."""
         if version_now != self.version:

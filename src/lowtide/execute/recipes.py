@@ -13,9 +13,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from lowtide.execute.hooks import SavedTensor
+from lowtide.execute.numerics import Numerics
 
 Operator = torch._ops.OpOverload
 
@@ -48,10 +49,12 @@ class Kept:
 
     tensor: torch.Tensor
     version: int
+    may_be_shared: bool = False
 
     def is_changed(self) -> bool:
-        """Tell whether the memory was changed since."""
-        return bool(self.tensor._version != self.version)
+        """Tell whether the memory was changed since, or may have been: it was lent to numpy, for one."""
+        shared = not self.may_be_shared and not self.tensor.untyped_storage().resizable()
+        return shared or bool(self.tensor._version != self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class Source:
 
     handle: SavedTensor
     layout: Layout
+
+    def is_changed(self) -> bool:
+        """Tell whether the memory was changed since, or may have been: it was lent to numpy, for one."""
+        return self.handle.is_changed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +82,15 @@ class Made:
 class Call:
     """An operator with its arguments flattened: operands for tensors, the values themselves for the rest.
 
-    `with_grad`: gradients were enabled, which some kernels ask for. `stale`: one of its operands was changed since, so
-    it would make something else now.
+    `numerics`: the settings it ran under. `stale`: one of its operands was changed since, so it would make something
+    else now.
     """
 
     number: int
     operator: Operator
     leaves: list[object]
     spec: TreeSpec
-    with_grad: bool = True
+    numerics: Numerics
     stale: bool = False
 
     def made(self) -> Iterator[Made]:
@@ -94,19 +101,22 @@ class Call:
 
     def is_stale(self) -> bool:
         """Tell whether it would make something else now."""
-        return self.stale or any(isinstance(leaf, Kept) and leaf.is_changed() for leaf in self.leaves)
+        return self.stale or any(isinstance(leaf, (Kept, Source)) and leaf.is_changed() for leaf in self.leaves)
 
 
 @dataclass(slots=True, eq=False)
 class Product:
     """A storage by the calls that made it what it is: the first allocated it, as its output number `output`.
 
-    `whole`: no other call changed it. `record`: what the runtime knows it by, while it does.
+    `serial`: the memory it is in. `version`: the tensor's when it was last seen (None: it was changed by a call since).
+    `whole`: nobody else changed it. `record`: what the runtime knows it by, while it does.
     """
 
     calls: list[Call]
     output: int
     dtype: torch.dtype
+    serial: int
+    version: int | None
     whole: bool = True
     record: int | None = None
 
@@ -114,6 +124,12 @@ class Product:
     def changes(self) -> int:
         """How often it was changed in place so far."""
         return len(self.calls) - 1
+
+    def see(self, tensor: torch.Tensor, *, is_shared: bool) -> None:
+        """Look at a tensor on it: another version than expected, or numpy, means that somebody else may change it."""
+        if is_shared or (self.version is not None and tensor._version != self.version):
+            self.whole = False
+        self.version = tensor._version
 
     def history(self) -> Iterator[Call]:
         """Yield every call that has a part in it, whether or not its operands are in memory."""
@@ -133,31 +149,50 @@ class Product:
         return self.whole and not any(call.is_stale() for call in self.history())
 
 
-@dataclass(slots=True)
-class Signature:
-    """Which arguments an operator writes, by position and by name."""
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Which arguments an operator writes, by position and by name.
+
+    `statistics`: positions that it writes besides, and does not say so, if the argument at `training` is true; what it
+    makes does not depend on them then. `anything`: nothing is known, so every tensor may be written.
+    """
 
     positions: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    statistics: tuple[int, ...] = ()
+    training: int = -1
+    anything: bool = False
 
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        """Yield the tensors among the arguments that a call writes."""
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors among the arguments that a call writes and says so."""
+        if self.anything:
+            return _tensors((args, kwargs))
         values = [args[position] for position in self.positions if position < len(args)]
-        values += [kwargs[name] for name in self.names if name in kwargs]
-        for value in values:
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor):
-                    yield item
+        return _tensors([values, [kwargs[name] for name in self.names if name in kwargs]])
+
+    def moved_along(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Return the running statistics that a call writes besides."""
+        if not self.statistics or not args[self.training]:
+            return []
+        return _tensors([args[position] for position in self.statistics])
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 @cache
-def writes_of(operator: Operator) -> Signature | None:
-    """Return which arguments an operator writes (None: it writes none)."""
+def writes_of(operator: object) -> Writes | None:
+    """Return which arguments an operator writes (None: none)."""
+    if not isinstance(operator, Operator) or operator.namespace not in ("aten", "prims", "prim"):
+        return Writes(anything=True)  # collectives, for one, write what they do not say they write
+    if operator is torch.ops.aten.native_batch_norm.default:
+        return Writes(statistics=(3, 4), training=5)
     arguments = operator._schema.arguments
     written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     if not written:
         return None
-    return Signature(
+    return Writes(
         positions=tuple(i for i, argument in written if not argument.kwarg_only),
         names=tuple(argument.name for _, argument in written),
     )
@@ -169,9 +204,9 @@ def _position(operator: Operator, name: str) -> int | None:
     return names.index(name) if name in names else None
 
 
-def repeats(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def repeats(operator: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call gives the same bytes when it runs again: it draws no random numbers and is PyTorch's own."""
-    if operator.namespace != "aten":
+    if not isinstance(operator, Operator) or operator.namespace != "aten":
         return False  # it may keep a state that no schema tells of
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return True
@@ -182,12 +217,8 @@ def repeats(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool((args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)) == 0.0)
 
 
-def without_side_effects(operator: Operator, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a call's arguments so that it changes nothing that its schema does not tell of (None: not possible).
-
-    A normalisation in training moves its running statistics along, and its results do not depend on them.
-    """
-    if operator is not torch.ops.aten.native_batch_norm.default:
+def without_statistics(writes: Writes | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a call's arguments without the running statistics that it would move along once more."""
+    if writes is None or not writes.statistics or not args[writes.training]:
         return args
-    training = args[5]
-    return (*args[:3], None, None, *args[5:]) if training else args
+    return tuple(None if position in writes.statistics else value for position, value in enumerate(args))

@@ -1,8 +1,15 @@
 """Making storages again that were given up without a copy, by running the step's own calls once more.
 
 `Remaker` is a dispatch mode: while it is on, it numbers the calls of the step, remembers those that a plan will want to
-run again, and sees every write, so that nothing is made from operands that have changed (R1). What was given up does
-not outlive its step: between steps, where nobody watches, nothing depends on a call.
+run again, and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was
+given up does not outlive its step: between steps, where nobody watches, nothing depends on a call.
+
+Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread: the mode sees them, through
+views, `.data`, `out=` and lists; those of other libraries, collectives among them, may write whatever they are given;
+a normalisation in training writes its running statistics and does not say so. Operators of other threads: by versions,
+where the tensor has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
+have, except parameters; before they get it, what is given up and made from it is made. What remains is in
+docs/limits.md.
 """
 
 from __future__ import annotations
@@ -15,10 +22,18 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
+from lowtide.execute.lending import Lending
+from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
     Call,
     Kept,
@@ -27,8 +42,9 @@ from lowtide.execute.recipes import (
     Operator,
     Product,
     Source,
+    Writes,
     repeats,
-    without_side_effects,
+    without_statistics,
     writes_of,
 )
 from lowtide.execute.rerun import Records, rerun
@@ -65,8 +81,20 @@ class Remakes(Protocol):
         """Return all of a record's storage as one row, or None if it is not in fast memory."""
         ...
 
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Tell whether others than tensors reach the memory behind a tensor: numpy, a file, another process."""
+        ...
+
+    def is_lent(self, record: int) -> bool:
+        """Tell the same of a record's memory."""
+        ...
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the same memory with the same version, but without the graph (None: not possible)."""
+        ...
+
+    def lift(self) -> None:
+        """Lift the budget: the end is near, and what is made again has to be held."""
         ...
 
     def mark_call(self, number: int) -> None:
@@ -92,6 +120,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._marks = False
         self._active = False
         self._on = False
+        self._lending = Lending(self._before_lending)
         self.ran = 0
         self.busy_s = 0.0
 
@@ -122,7 +151,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def end(self) -> None:
         """Make what is still given up, and forget the step's calls."""
-        self.remake([record for record in list(self._recipes) if self._records.is_dropped(record)])
+        self._remake_each(list(self._recipes))
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -142,15 +171,23 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             # A mode that the program leaves takes the topmost off: only a context of ours may stand above its own.
             if nested or torch._C._len_torch_dispatch_stack() == 0:
                 self._on = True
+                self._lending.on()
                 self.__enter__()  # type: ignore[no-untyped-call]
         elif not self.is_needed:
             self.unwatch()
 
     def unwatch(self) -> None:
-        """Be off, unless the program has a mode on above."""
-        if self._on and _get_current_dispatch_mode() is self:
-            self._on = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Be off, on the thread on which it is on; modes that the program has on above stay."""
+        if not self._on or self not in _get_current_dispatch_mode_stack():
+            return
+        above: list[TorchDispatchMode] = []
+        while _get_current_dispatch_mode() is not self:
+            above.append(_pop_mode())
+        self._on = False
+        self._lending.off()
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
 
     # ---- records ----
 
@@ -158,8 +195,15 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Take note that a tensor's storage is a record."""
         product = self._products.get(self._backend.serial(tensor))
         if product is not None:
+            product.see(tensor, is_shared=self._backend.is_shared(tensor))
             product.record = record
             self._recipes[record] = product
+
+    def handed_out(self, record: int, tensor: torch.Tensor) -> None:
+        """Take note that autograd has a record's tensor, which may be in other memory than it was: see `_follow`."""
+        product = self._recipes.get(record)
+        if product is not None:
+            self._follow(product, self._backend.serial(tensor))
 
     def gone(self, record: int) -> None:
         """Take note that a record is no more."""
@@ -176,6 +220,17 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         product = self._recipes.pop(record, None)
         if product is not None and product.record == record:
             product.record = None
+            self._forget(product)
+
+    def _follow(self, product: Product, serial: int) -> None:
+        """Know a product by the memory it is in now, so that changes are noticed there."""
+        self._forget(product)
+        product.serial = serial
+        self._products[serial] = product
+
+    def _forget(self, product: Product) -> None:
+        if self._products.get(product.serial) is product:
+            del self._products[product.serial]
 
     # ---- watching ----
 
@@ -189,104 +244,143 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._number = number + 1
         if self._marks:
             self._backend.mark_call(number)
-        written = writes_of(func)
-        if written is None and number not in self._wanted:
+        writes = writes_of(func)
+        wanted = number in self._wanted
+        if writes is None and not wanted:
             return func(*args, **kwargs)
-        targets = [self._backend.serial(tensor) for tensor in written.written(args, kwargs)] if written else []
-        for serial in targets:
-            self._before_write(serial)
-        call = self._remember(number, func, args, kwargs, targets) if number in self._wanted else None
-        result = func(*args, **kwargs)
-        self._after(call, targets, result, args, kwargs)
+        targets: list[int] = []
+        if writes is not None:
+            targets = [self._backend.serial(tensor) for tensor in writes.written(args, kwargs)]
+            for serial in (*targets, *(self._backend.serial(tensor) for tensor in writes.moved_along(args))):
+                self._before_write(serial)
+        call = self._remember(number, func, args, kwargs, writes, targets) if wanted else None
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            self._changed(None, targets)  # half of it may have been done
+            raise
+        self._changed(call, targets)
+        if call is not None:
+            self._made(call, result, args, kwargs)
         if number == self._last:
             # What was not saved is known by now to whoever is made from it.
             self._products = {serial: one for serial, one in self._products.items() if one.record is not None}
         return result
 
     def _remember(
-        self, number: int, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[int]
+        self,
+        number: int,
+        func: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        writes: Writes | None,
+        targets: Sequence[int],
     ) -> Call | None:
         """Return a call as it can be run again, or None if it cannot."""
-        pure = without_side_effects(func, args) if repeats(func, args, kwargs) else None
-        if pure is None or any(serial not in self._products for serial in targets):
+        if not repeats(func, args, kwargs):
             return None
-        leaves, spec = tree_flatten((pure, kwargs))
+        leaves, spec = tree_flatten((without_statistics(writes, args), kwargs))
         operands: list[object] = []
         read: list[int] = []
         for leaf in leaves:
-            operand = self._operand(leaf, read) if isinstance(leaf, torch.Tensor) else leaf
+            operand = self._operand(leaf, read, targets) if isinstance(leaf, torch.Tensor) else leaf
             if operand is None and leaf is not None:
                 return None
             operands.append(operand)
-        call = Call(number, func, operands, spec, with_grad=torch.is_grad_enabled())
+        call = Call(number, func, operands, spec, numerics())
         reference = weakref.ref(call)
         for serial in read:
             self._readers.setdefault(serial, []).append(reference)
         return call
 
-    def _operand(self, tensor: torch.Tensor, read: list[int]) -> Kept | Source | Made | None:
+    def _operand(self, tensor: torch.Tensor, read: list[int], targets: Sequence[int]) -> Kept | Source | Made | None:
+        """Return how a tensor is to be had later, or None if that is not certain; see Note [Unseen writes]."""
         if unmanaged_reason(tensor, self._backend.device) is not None:
             return None
         serial = self._backend.serial(tensor)
         product = self._products.get(serial)
-        if product is not None and product.whole and product.dtype == tensor.dtype:
-            return Made(product, Layout.of(tensor), product.changes)
+        if product is not None:
+            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            if product.whole and product.dtype == tensor.dtype:
+                return Made(product, Layout.of(tensor), product.changes)
+        if serial in targets:
+            return None  # it may change only what it has made itself
         parameter = is_parameter(tensor)
-        if serial < 0 and not parameter and not tensor.untyped_storage().resizable():
-            return None  # memory of others, such as numpy's, changes without a call
+        if not parameter and self._backend.is_shared(tensor):
+            return None
         read.append(serial)
         if serial <= 0 or parameter or self._backend.storage_bytes(tensor) < self._least_bytes:
             alias = self._backend.alias(tensor)
-            return None if alias is None else Kept(alias, alias._version)
+            return None if alias is None else Kept(alias, alias._version, may_be_shared=parameter)
         return Source(self._records.hold(tensor), Layout.of(tensor))
 
-    def _after(
-        self, call: Call | None, targets: Sequence[int], result: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Take note of what a call made and changed."""
+    def _changed(self, call: Call | None, targets: Sequence[int]) -> None:
+        """Take note of what a call changed."""
         for serial in targets:
             product = self._products.get(serial)
-            if product is not None and call is not None:
+            if product is None:
+                continue
+            if call is not None:
                 product.calls.append(call)
-            elif product is not None:
+            else:
                 product.whole = False
-        if call is None:
-            return
+            product.version = None  # autograd counts the change when the call has returned
+
+    def _made(self, call: Call, result: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of what a call made."""
         before = {self._backend.serial(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         for index, made in enumerate(tree_leaves(result)):
             if isinstance(made, torch.Tensor):
                 serial = self._backend.serial(made)
                 if serial > 0 and serial not in before:
-                    self._products.setdefault(serial, Product([call], index, made.dtype))
+                    product = Product([call], index, made.dtype, serial, made._version)
+                    self._products.setdefault(serial, product)
 
     def _before_write(self, serial: int) -> None:
         """See to it that nothing will be made from memory that is about to change."""
         readers = [call for reference in self._readers.pop(serial, ()) if (call := reference()) is not None]
         if not readers:
             return
+        for call in readers:
+            call.stale = True  # first of all: nothing more may be given up that depends on it
         numbers = {call.number for call in readers}
-        self.remake(
+        self._remake_each(
             [
                 record
                 for record, product in list(self._recipes.items())
-                if self._records.is_dropped(record) and any(call.number in numbers for call in product.history())
+                if any(call.number in numbers for call in product.history())
             ]
         )
-        for call in readers:
-            call.stale = True
+
+    def _before_lending(self, tensor: torch.Tensor) -> None:
+        """See to it that nothing will be made from memory that somebody gets who writes without a call."""
+        if not self._active or tensor.device != self._backend.device or tensor.layout is not torch.strided:
+            return
+        serial = self._backend.serial(tensor)
+        self._before_write(serial)
+        self._changed(None, [serial])
 
     # ---- making ----
+
+    def _remake_each(self, records: Sequence[int]) -> None:
+        """Make records one after the other, in the order they were saved: each may be swapped as soon as it is made."""
+        for record in records:
+            self.remake([record])
 
     def remake(self, records: Sequence[int]) -> None:
         """Run the calls again that make these records, as far as they are given up. May wait for room and reads."""
         with self._lock:
-            wanted = {self._recipes[record]: record for record in records if self._records.is_dropped(record)}
+            dropped = [record for record in records if self._records.is_dropped(record)]
+            wanted = {self._recipes[record]: record for record in dropped}
             if not wanted:
                 return
             begun = time.perf_counter()
             with rerun(wanted, self._records, self._backend.device) as made:
                 for product, record in wanted.items():
-                    if self._backend.adopt(record, made.pop(product)):
+                    tensor = made.pop(product)
+                    if self._backend.adopt(record, tensor):
+                        self._follow(product, self._backend.serial(tensor))
+                        del tensor
                         self._records.remade(record)
                     elif self._records.is_dropped(record):
                         raise AssertionError(f"record {record} was made again with another size")

@@ -11,11 +11,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from lowtide.execute.hooks import SavedTensor
+from lowtide.execute.numerics import running_under
 from lowtide.execute.recipes import Call, Kept, Layout, Made, Product, Source
 
 _CHANGED = (
-    "lowtide: a tensor that a saved one is computed from was changed in place on another thread, or after its step had "
-    "raised, so backward cannot have the saved one again: use a policy that does not recompute, such as 'belady'"
+    "lowtide: a tensor that a saved one is computed from was changed in place on another thread or after its step had "
+    "raised, or was lent to numpy, so backward cannot have the saved one again: use a policy that does not recompute, "
+    "such as 'belady'"
 )
 
 
@@ -100,7 +102,7 @@ class Rerun:
         """Run the calls; what they make besides is let go after its last use."""
         for call in self._ordered:
             args, kwargs = tree_unflatten([self._value(leaf) for leaf in call.leaves], call.spec)
-            with torch.set_grad_enabled(call.with_grad):
+            with running_under(call.numerics):
                 results = tree_leaves(call.operator(*args, **kwargs))
             for product in self._outputs.get(call, ()):
                 self._made[product] = results[product.output]
@@ -110,13 +112,11 @@ class Rerun:
 
     def _value(self, leaf: object) -> object:
         match leaf:
+            case Kept() | Source() if leaf.is_changed():
+                raise RuntimeError(_CHANGED)
             case Kept(tensor):
-                if leaf.is_changed():
-                    raise RuntimeError(_CHANGED)
                 return tensor
             case Source(handle, layout):
-                if handle.runtime.backend.version(handle.pack) != handle.version:
-                    raise RuntimeError(_CHANGED)
                 return self._on_record(handle.record, layout)
             case Made(product, layout, changes):
                 if product in self._at_hand and changes == product.changes:

@@ -31,7 +31,9 @@ Handle = KeptTensor | SavedTensor
 class Runtime:
     """Keeps saved tensors inside the backend's budget, one step after the other."""
 
-    def __init__(self, backend: Backend, policy: Policy, *, least_bytes: int, strict: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
+    ) -> None:
         self.backend = backend
         self.matcher = Matcher()
         self.machine = Residency(policy.victims)
@@ -43,10 +45,11 @@ class Runtime:
         self._key_of: dict[int, int] = {}
         self._next_key = 0
         self.remaker: Remaker | None = None
-        if backend.remakes is not None:
+        if remakes and backend.remakes is not None:
             self.remaker = Remaker(backend.remakes, self, least_bytes=least_bytes)
         self._remakes = False
         self._hooked = False
+        self._closed = False
 
     # ---- steps ----
 
@@ -75,6 +78,18 @@ class Runtime:
         """Have back what was given up without a copy and is still saved: it does not outlive its step."""
         if self.remaker is not None:
             self.remaker.end()
+
+    def close(self, *, bring_back: bool) -> None:
+        """Make what is still given up and saved, if it is to be had later; watch nothing from here on."""
+        if self.remaker is None:
+            return
+        self.remaker.unwatch()
+        try:
+            if bring_back and self.backend.remakes is not None:
+                self.backend.remakes.lift()
+                self.remaker.end()
+        finally:
+            self._closed = True
 
     def abandon_step(self) -> None:
         """Forget what the step did; what it gave up without a copy is made again if somebody asks for it."""
@@ -170,6 +185,8 @@ class Runtime:
                 awaited = self._advance(-1 - handle.key)
             self._await(awaited)
             tensor = self._attached(record, lambda: backend.tensor(handle.pack, handle.dtype))
+            if self.remaker is not None:
+                self.remaker.handed_out(record, tensor)
             backend.prepare()
         finally:
             self._used(record)
@@ -218,6 +235,8 @@ class Runtime:
     def _remake(self, record: int) -> None:
         """Make a record again, and with it what the plan makes at the same time."""
         assert self.remaker is not None
+        if self._closed:
+            self.backend.fetch(record)  # which says that it went with the tier
         with self._lock:
             plan = self.matcher.followed
             keys = plan.together.get(self._key_of.get(record, -1), ()) if plan is not None else ()

@@ -25,13 +25,14 @@ def run_script(
     spill: Spill = None,
     policy: str | Policy = "auto",
     verify: bool = False,
+    recompute: bool | None = None,
 ) -> dict[str, object]:
     """Run a script as `__main__` inside a budget; return `Tide.stats()` with the script's "exit_code".
 
     What the script raises comes through, except that an allocation refused for the budget's sake becomes
     `BudgetTooSmall`. A step reaches from one `optimizer.step()` to the next.
     """
-    with Tide([], [], budget=budget, spill=spill, policy=policy, verify=verify) as tide:
+    with Tide([], [], budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute) as tide:
         with stepping(tide), tide.turning_refusals_into_errors():
             exit_code = run_as_main(path, argv)
         return tide.stats() | {"exit_code": exit_code}

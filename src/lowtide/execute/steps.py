@@ -125,7 +125,7 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
             swapped.add(key, event)
             continue
         dropped.add(key, event)
-        calls.update(recorded.calls[op] for op in one.ops)
+        calls.update(number for op in one.ops for number in recorded.calls[op])
         together.setdefault(one.gap.before_op, []).append(key)
     return StepPlan(
         signature=tuple(signature),

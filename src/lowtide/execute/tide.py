@@ -55,9 +55,12 @@ class Tide:
         policy: str | Policy,
         verify: bool,
         strict: bool = False,
+        recompute: bool | None = None,
         moves_nothing: bool = False,
     ) -> None:
         self._policy = registry.policy(policy)
+        if recompute is None:
+            recompute = bool(getattr(self._policy, "recomputes", False))
         opened = open_backend(
             models, optimizers, budget=budget, spill=spill, verify=verify, moves_nothing=moves_nothing
         )
@@ -65,7 +68,9 @@ class Tide:
         self._budget_bytes, self._spill_name = opened.budget_bytes, opened.spill_name
         # What is worth moving depends on the budget: a small model under a small one works as a large one does.
         least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
-        self._runtime = Runtime(self._backend, self._policy, least_bytes=least_bytes, strict=strict)
+        self._runtime = Runtime(
+            self._backend, self._policy, least_bytes=least_bytes, strict=strict, remakes=recompute and not moves_nothing
+        )
         self._recorder = Recorder(self._backend, models, optimizers)
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
@@ -145,7 +150,8 @@ class Tide:
     def end_step(self) -> None:
         """End a step that went well: learn from it and plan the next."""
         self._inside = False
-        self._runtime.end_step()
+        with self.turning_refusals_into_errors():
+            self._runtime.end_step()
         self._backend.rest()
         self._step_s.append(time.perf_counter() - self._started)
         self._step_stall_s = self._backend.usage().stall_s - self._stall_before
@@ -191,7 +197,7 @@ class Tide:
 
     def _decide(self, recorded: Recorded) -> Plan:
         """Return the policy's plan; one that runs operators again only where their calls were seen."""
-        calls = max(recorded.calls.values(), default=0)
+        calls = sum(len(numbers) for numbers in recorded.calls.values())
         problem = Problem(
             trace=recorded.trace,
             machine=self._machine,
@@ -278,8 +284,7 @@ class Tide:
         atexit.unregister(self._at_exit)
         self._recorder.cancel()
         try:
-            if bring_back:
-                self._runtime.end_step()
+            self._runtime.close(bring_back=bring_back)
         finally:
             self._backend.close(bring_back=bring_back)
 
@@ -306,18 +311,21 @@ def fit(
     spill: Spill = None,
     policy: str | Policy = "auto",
     verify: bool = False,
+    recompute: bool | None = None,
 ) -> Tide:
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
     `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
     "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}.
     `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
-    keep a checksum of everything that leaves and compare it when it comes back. `model` and `optimizer` (one, several
-    or none) are not changed; they tell parameters from activations in traces and reports.
+    keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
+    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; where that is
+    not possible, on accelerators and under torch.compile, it swaps). `model` and `optimizer` (one, several or none) are
+    not changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
-    return Tide(models, optimizers, budget=budget, spill=spill, policy=policy, verify=verify)
+    return Tide(models, optimizers, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)
 
 
 def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str) -> list[T]:

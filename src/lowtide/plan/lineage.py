@@ -2,8 +2,7 @@
 
 An operator can run again if it draws no random numbers and changes nothing that others still need: it writes what it
 allocates itself, or, in place, what the same recipe has made just before. What it reads from memory must not have
-changed since its first run. A normalisation in training also moves its running statistics along, which its results do
-not depend on: it runs again without them.
+changed since its first run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 from lowtide.core.trace import Kind, Op, Phase, Trace
 
-_NORMALISATION = "batch_norm"
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "multinomial", "exponential_")
 
 
@@ -57,20 +55,13 @@ class Lineage:
             return None
         for writer in writers:
             op = self._trace.ops[writer]
-            others = (made for made in op.writes if made != storage and not self._is_statistic(op, made))
-            foreign = any(self._trace.storages[made].first_op != writer for made in others)
+            foreign = any(made != storage and self._trace.storages[made].first_op != writer for made in op.writes)
             if foreign or _draws(op) or (writer == writers[0] and storage in op.reads):
                 return None
         return tuple(writers)
 
-    def _is_statistic(self, op: Op, storage: int) -> bool:
-        """Tell whether what an operator touches are running statistics: they lived before the step."""
-        return _NORMALISATION in op.name and storage in op.writes and self._trace.storages[storage].first_op < 0
-
     def written_between(self, storage: int, first_op: int, before_op: int) -> bool:
-        """Tell whether a storage that operator `first_op` read changed after it had run and before `before_op`."""
-        if self._is_statistic(self._trace.ops[first_op], storage):
-            return False
+        """Tell whether a storage changed after operator `first_op` had run and before `before_op`."""
         return any(first_op < writer < before_op for writer in self._writers.get(storage, ()))
 
     def recipe(

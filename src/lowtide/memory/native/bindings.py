@@ -134,6 +134,8 @@ class Native:
         self.record_discard = quick("lt_record_discard", integer, i64)
         self.record_adopt = quick("lt_record_adopt", integer, i64, pointer)
         self.record_attach = quick("lt_record_attach", integer, i64, pointer)
+        self.record_is_shared = quick("lt_record_is_shared", integer, i64)
+        self.is_shared = quick("lt_is_shared", integer, pointer)
         self.alias = quick("lt_alias", integer, pointer, pointer)
         self.serial_of_tensor = quick("lt_serial_of_tensor", i64, pointer)
         self._record_prefetch = quick("lt_record_read", integer, i64, integer)

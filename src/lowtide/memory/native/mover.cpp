@@ -509,6 +509,13 @@ int64_t lt_serial_of_tensor(c10::TensorImpl* tensor) {
   return storage && storage->nbytes() > 0 ? serial_of(storage) : 0;
 }
 
+// 1 if others than tensors reach the memory behind a tensor: PyTorch marks what it lends to numpy, maps or shares.
+int lt_is_shared(c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return 1;
+  const c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  return storage && storage->resizable() ? 0 : 1;
+}
+
 // Make `alias` (empty, of the same dtype) the same memory as `tensor`, with its version but without its graph.
 int lt_alias(c10::TensorImpl* tensor, c10::TensorImpl* alias) try {
   alias->set_version_counter(tensor->version_counter());
@@ -761,6 +768,14 @@ int lt_record_attach(int64_t id, c10::TensorImpl* tensor) try {
   return 0;
 } catch (...) {
   return -2;  // C++ exceptions end here: ctypes cannot pass them on
+}
+
+// 1 if others than tensors reach a record's memory; see `lt_is_shared`. What is away is nobody's.
+int lt_record_is_shared(int64_t id) {
+  Mover& m = mover();
+  std::lock_guard<std::mutex> guard(m.mutex);
+  auto record = find(id);
+  return record && record->storage && !record->storage.resizable() ? 1 : 0;
 }
 
 // Start to read a record that is away. Returns 0: under way or there; 1: no room (only without `demand`); -1: gone,

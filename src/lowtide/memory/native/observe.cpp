@@ -56,6 +56,7 @@ void log_tensor(Event kind, const at::Tensor& tensor) {
   if (!tensor.defined()) return;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage() || impl->device_type() != c10::DeviceType::CPU) return;
+  if (kind == Event::kRead && impl->is_wrapped_number()) return;  // a Python number, not memory that somebody made
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   if (!storage) return;
   const auto& version = impl->version_counter();
@@ -93,7 +94,12 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
 }
 
 void on_end(const at::RecordFunction& fn, at::ObserverContext*) {
-  if (!running.empty()) running.pop_back();
+  // Not always the last: a range of the user's is opened inside an operator that ends before it does.
+  for (size_t at = running.size(); at-- > 0;)
+    if (running[at] == fn.name() || std::strcmp(running[at], fn.name()) == 0) {
+      running.erase(running.begin() + static_cast<std::ptrdiff_t>(at));
+      break;
+    }
   if (logging.load(std::memory_order_relaxed)) {
     if (with_operands && fn.scope() == at::RecordScope::FUNCTION)
       for (const auto& value : fn.outputs()) log_value(Event::kWrite, value);

@@ -16,6 +16,7 @@ from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.exchange import exchange
 from lowtide.plan.policies.belady import furthest_next_use
 from lowtide.plan.policies.capuchin import Capuchin
+from lowtide.plan.policies.pooch import Pooch
 from lowtide.plan.policies.swap_all import one_use_ahead
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.search import HEADROOM, NEGLIGIBLE, Search
@@ -23,8 +24,8 @@ from lowtide.plan.sweep import Sweep
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
-# Capuchin weighs every pair of gaps: that takes long in long steps.
-MOST_ITEMS_FOR_CAPUCHIN = 3000
+# Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: that takes long in long steps.
+MOST_ITEMS_FOR_GUIDES = 3000
 
 
 class Auto:
@@ -55,9 +56,10 @@ class Auto:
         if not search.settled():
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)
-            if problem.can_recompute and search.items <= MOST_ITEMS_FOR_CAPUCHIN:
-                guided = Capuchin().plan(problem)
-                search.compete(guided.swaps, guided.recomputes)
+            if problem.can_recompute and search.items <= MOST_ITEMS_FOR_GUIDES:
+                for guide in (Capuchin(), Pooch()):
+                    guided = guide.plan(problem)
+                    search.compete(guided.swaps, guided.recomputes)
             search.polish()
             exchange(search)
         best = search.winner()

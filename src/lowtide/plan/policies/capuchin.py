@@ -46,6 +46,7 @@ class Capuchin:
 
     name = "capuchin"
     summary = "Capuchin: swaps what hides behind its gap, recomputes what is cheaper, learns when to fetch"
+    recomputes = True
     adapts = True
     about = About(
         family=Family.JOINT,

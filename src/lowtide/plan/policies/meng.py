@@ -47,6 +47,7 @@ class Meng:
 
     name = "meng"
     summary = "TensorFlow's swapping pass: the fittest tensors of one peak after the other; recomputes attention"
+    recomputes = True
     adapts = True
     about = About(
         family=Family.JOINT,

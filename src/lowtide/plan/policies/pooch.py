@@ -41,6 +41,7 @@ class Pooch:
 
     name = "pooch"
     summary = "PoocH: searches for what to swap, keep and recompute by predicted time"
+    recomputes = True
     adapts = True
     about = About(
         family=Family.JOINT,

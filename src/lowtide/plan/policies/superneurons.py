@@ -39,6 +39,7 @@ class SuperNeurons:
 
     name = "superneurons"
     summary = "SuperNeurons: recomputes cheap layers, evicts the least recently used checkpoint on demand"
+    recomputes = True
     adapts = True
     about = About(
         family=Family.JOINT,

@@ -135,16 +135,10 @@ class _Kitchen:
         where = f"V7: {label(one)} runs operator {index} '{op.name}' again before {served_op}, which"
         if any(part in op.name.lower() for part in _DRAWS):
             raise PlanError(f"{where} draws random numbers")
-        # The running statistics of a normalisation are left out when it runs again.
-        statistics = {
-            storage for storage in op.writes if "batch_norm" in op.name and self.trace.storages[storage].first_op == -1
-        }
-        for storage in set(op.writes) - statistics:
+        for storage in op.writes:
             if self.trace.storages[storage].first_op != index and storage not in table:
                 raise PlanError(f"{where} writes storage {storage}, which existed before it")
         for storage in op.reads:
-            if storage in statistics:
-                continue
             if storage in table:
                 continue  # the copy that is being made is what it reads, and `_check_version` looks after that one
             if storage not in missing and self._in_memory(storage, served_op):
