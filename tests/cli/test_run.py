@@ -63,7 +63,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         return STATS
 
     install(run_script)
-    options = ["--budget=cpu=1GiB,disk=2GiB", "--spill", str(tmp_path), "--policy", "lru", "--verify"]
+    options = ["--budget=cpu=1GiB,disk=2GiB", "--spill", str(tmp_path), "--policy", "lru", "--verify", "--recompute"]
     assert main(["run", *options, str(script), "--epochs", "3", "--help", "-x"]) == 0
     assert seen == {
         "path": script,
@@ -72,6 +72,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "spill": str(tmp_path),
         "policy": "lru",
         "verify": True,
+        "recompute": True,
     }
 
 

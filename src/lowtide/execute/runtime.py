@@ -99,7 +99,7 @@ class Runtime:
     def figures(self) -> dict[str, object]:
         """Return what running operators again came to, for `Tide.stats`."""
         if self.remaker is None:
-            return {}
+            return {"recomputed_ops": 0, "recompute_s": 0.0}
         return {"recomputed_ops": self.remaker.ran, "recompute_s": self.remaker.busy_s}
 
     def _follow(self, planned: bool) -> None:

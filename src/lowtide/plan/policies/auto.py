@@ -9,13 +9,14 @@ within `NEGLIGIBLE` of the fastest, the one that moves least wins.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf, isinf, log2
 
 from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.exchange import exchange
 from lowtide.plan.policies.belady import furthest_next_use
-from lowtide.plan.policies.capuchin import Capuchin
+from lowtide.plan.policies.capuchin import Capuchin, triggered_earlier
 from lowtide.plan.policies.pooch import Pooch
 from lowtide.plan.policies.swap_all import one_use_ahead
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
@@ -26,6 +27,8 @@ __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
 # Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: that takes long in long steps.
 MOST_ITEMS_FOR_GUIDES = 3000
+# How many steps Capuchin's feedback gets.
+LESSONS = 16
 
 
 class Auto:
@@ -57,8 +60,7 @@ class Auto:
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)
             if problem.can_recompute and search.items <= MOST_ITEMS_FOR_GUIDES:
-                for guide in (Capuchin(), Pooch()):
-                    guided = guide.plan(problem)
+                for guided in (*_learnt(Capuchin().plan(problem), facts), Pooch().plan(problem)):
                     search.compete(guided.swaps, guided.recomputes)
             search.polish()
             exchange(search)
@@ -102,6 +104,17 @@ class Auto:
             return (-band, not view.clean(record), -use, view.last_access(record))
 
         return until_covered(sorted(records, key=order), view, need_bytes)
+
+
+def _learnt(plan: Plan, facts: Sweep) -> Iterator[Plan]:
+    """Yield Capuchin's plan as it becomes by what it would observe, by prediction."""
+    for _ in range(LESSONS):
+        yield plan
+        late = {at for at, _ in facts.run(plan.swaps, plan.recomputes).late}
+        swaps = triggered_earlier(facts, plan.swaps, plan.recomputes, late=late)
+        if swaps == plan.swaps:
+            return
+        plan = replace(plan, swaps=swaps)
 
 
 def _swap_all(problem: Problem) -> tuple[Swap, ...]:

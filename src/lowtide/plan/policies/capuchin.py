@@ -16,7 +16,7 @@ begins before SwapInStart; after a step in which the back access had to wait, by
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -74,16 +74,12 @@ class Capuchin:
 
     def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
         """Return the plan with the reads triggered earlier that a step had to wait for."""
-        late = {
+        waited = {
             (span.storage, span.op) for span in timeline.spans if span.lane is Lane.STALL and span.cause == "arrival"
         }
-        if not late:
-            return plan
+        late = {at for at, swap in enumerate(plan.swaps) if (swap.gap.storage, swap.gap.before_op) in waited}
         facts = Sweep(problem)
-        moved = [
-            _earlier(swap, facts) if (swap.gap.storage, swap.gap.before_op) in late else swap for swap in plan.swaps
-        ]
-        swaps = _that_fit(facts, moved, plan.recomputes)
+        swaps = triggered_earlier(facts, plan.swaps, plan.recomputes, late=late)
         if swaps == plan.swaps:
             return plan
         return replace(plan, swaps=swaps, prediction=facts.run(swaps, plan.recomputes).prediction)
@@ -91,6 +87,16 @@ class Capuchin:
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the head of the access list first: the passive mode of the measured step."""
         return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+
+
+def triggered_earlier(
+    facts: Sweep, swaps: tuple[Swap, ...], recomputes: Sequence[Recompute], *, late: Collection[int]
+) -> tuple[Swap, ...]:
+    """Return the swaps with the reads at the `late` positions triggered earlier, as far as they fit."""
+    if not late:
+        return swaps
+    moved = [_earlier(swap, facts) if at in late else swap for at, swap in enumerate(swaps)]
+    return _that_fit(facts, moved, recomputes)
 
 
 def _earlier(swap: Swap, facts: Sweep) -> Swap:
