@@ -31,7 +31,7 @@ def _measure(case: Case) -> dict[str, Any]:
     training = zoo.build(case.model, **MODELS[case.model]).training()
     budget_bytes = 1 << 40
     if case.share is not None:
-        budget_bytes = round(case.static_bytes + case.share * (case.peak_bytes - case.static_bytes))
+        budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
     times_s, peaks, recompute_s, before_s = [], [], [], 0.0
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
@@ -45,7 +45,7 @@ def _measure(case: Case) -> dict[str, Any]:
             recompute_s.append(stats["recompute_s"] - before_s)
             before_s = stats["recompute_s"]
         if case.share is None:
-            return {"static_bytes": stats["static_bytes"], "peak_bytes": peaks[-1]}
+            return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": peaks[-1]}
         trace, plan, machine = tide.trace(), tide.plan(), tide.machine
     policy = registry.policy(case.policy)
     problem = Problem(
