@@ -1,7 +1,8 @@
 """Compare what the simulator predicts with what the runtime does: peak of live bytes and time of a step.
 
-For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the trace, the plan and the machine
-that the runtime itself used, measures its steps and simulates the same problem. Nothing is fitted to what is measured.
+For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the plan and the machine that the
+runtime itself used and the trace it recorded, with the medians of several recordings as operator times, and simulates
+the same problem. The steps measured come after those recorded; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ MODELS: dict[str, dict[str, int]] = {
     "resnet50": {"batch": 8, "image": 160},
     "gpt": {"batch": 4, "tokens": 256, "layers": 8, "width": 384, "heads": 6, "vocab": 4096},
 }
+# Steps that are recorded: all but the first give the operator times, and the last one the plan.
+RECORDINGS = 6
 PEAK_TOLERANCE = 0.01
 TIME_TOLERANCE = 0.10
 
@@ -46,8 +49,8 @@ class Case:
     share: float | None
     floor_bytes: int = 0
     peak_bytes: int = 0
-    steps: int = 9
-    warmup_steps: int = 4
+    steps: int = RECORDINGS + 7
+    warmup_steps: int = RECORDINGS + 1
 
 
 def main(arguments: list[str] | None = None) -> int:

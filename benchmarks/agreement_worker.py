@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import lowtide
-from benchmarks.agreement import MODELS, Case
+import lowtide.execute.tide as runtime
+from benchmarks.agreement import MODELS, RECORDINGS, Case
 from lowtide import registry, zoo
 from lowtide.core.plan import Problem
+from lowtide.core.trace import Trace
 from lowtide.errors import LowtideError
+from lowtide.estimate.predict import with_durations
 from lowtide.simulate import simulate
 
 
@@ -32,7 +36,8 @@ def _measure(case: Case) -> dict[str, Any]:
     budget_bytes = 1 << 40
     if case.share is not None:
         budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
-    times_s, peaks, recompute_s, before_s = [], [], [], 0.0
+    runtime._RECORDINGS = RECORDINGS  # more than usual: operator times are medians
+    times_s, peaks, recompute_s, before_s, traces = [], [], [], 0.0, []
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
@@ -44,9 +49,10 @@ def _measure(case: Case) -> dict[str, Any]:
             peaks.append(stats["last_step_peak_bytes"])
             recompute_s.append(stats["recompute_s"] - before_s)
             before_s = stats["recompute_s"]
+            traces.append(tide.trace())
         if case.share is None:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": peaks[-1]}
-        trace, plan, machine = tide.trace(), tide.plan(), tide.machine
+        trace, plan, machine = _typical(traces[1:RECORDINGS]), tide.plan(), tide.machine
     policy = registry.policy(case.policy)
     problem = Problem(
         trace=trace, machine=machine, budget_bytes=budget_bytes, can_recompute=bool(plan and plan.recomputes)
@@ -70,6 +76,14 @@ def _measure(case: Case) -> dict[str, Any]:
         "recompute_s": timeline.recompute_s,
         "measured_recompute_s": statistics.median(recompute_s[case.warmup_steps :]),
     }
+
+
+def _typical(traces: Sequence[Trace]) -> Trace:
+    """Return the last of several recordings of one step, with the median of every operator's times."""
+    last = traces[-1]
+    alike = [one for one in traces if len(one.ops) == len(last.ops)]
+    times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(last.ops))]
+    return with_durations(last, lambda index, _op: statistics.median(times_s[index]))
 
 
 if __name__ == "__main__":
