@@ -27,8 +27,9 @@ from rich.console import Console
 
 from benchmarks.accelerator_jobs import WORKER, DeviceJob, Link
 from benchmarks.accelerator_results import Entrant, asked_of, broken_promises, goals, phases_of, summary
-from benchmarks.accelerator_table import markdown, write_page
+from benchmarks.accelerator_table import SCRIPT, markdown
 from benchmarks.jobs import ROOT, Answer, launch
+from benchmarks.pages import write_page
 from benchmarks.results import environment
 
 RESULTS_VERSION = 1
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for text, met in goals(lines, hides=name == HIDING):
                     console.print(f"{model}, {name}: {'met' if met else 'MISSED'}: {text}", soft_wrap=True)
     if options.page is not None:
-        write_page(markdown(results), options.page)
+        write_page(markdown(results), options.page, script=SCRIPT)
     for text in broken:
         console.print(f"broken promise: {text}", style="bold red")
     return 1 if broken else 0

@@ -14,9 +14,10 @@ if not __package__:
 
 from benchmarks.accelerator_results import goals
 from benchmarks.jobs import ROOT
+from benchmarks.pages import write_page
 
 PAGE = ROOT / "docs" / "benchmarks-accelerator.md"
-BEGIN, END = "<!-- results: made by benchmarks/accelerator_table.py -->", "<!-- end of results -->"
+SCRIPT = "accelerator_table.py"
 
 _NAMES = {
     "unmanaged": "unmanaged, unlimited",
@@ -110,16 +111,6 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.0f} MiB"
 
 
-def write_page(tables: str, page: Path) -> None:
-    """Put tables between the page's two marks; what is around them stays."""
-    text = page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{page.name} lacks the marks {BEGIN!r} and {END!r}: put them where the tables belong")
-    page.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables of result files, or put them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -130,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.page is None:
         print(tables, end="")
     else:
-        write_page(tables, options.page)
+        write_page(tables, options.page, script=SCRIPT)
     return 0
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import ROOT, launch
+from benchmarks.pages import table, write_page
 
 POLICIES = ("auto", "capuchin", "vdnn", "superneurons")
 # Budgets between the floor and the unmanaged peak.
@@ -80,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
                     console.print(_sentence(line), soft_wrap=True)
                     options.out.write_text(json.dumps({"sizes": MODELS, "cases": lines}, indent=1) + "\n")
     Console().print(_table(lines))
+    if options.page is not None:
+        write_page(markdown(lines), options.page, script="agreement.py")
     return 0 if all(_agrees(line) for line in lines if "failure" not in line) else 1
 
 
@@ -103,16 +106,16 @@ def _sentence(line: dict[str, Any]) -> str:
 
 
 def _table(lines: list[dict[str, Any]]) -> Table:
-    table = Table(
+    shown = Table(
         "model", "policy", "budget", "peak, simulated / real", "step, simulated / real", "moved a step", "made again"
     )
     for line in lines:
         if "failure" in line:
-            table.add_row(
+            shown.add_row(
                 line["model"], line["policy"], f"{line['share']:.0%}", line["failure"].split(":")[0], "", "", ""
             )
             continue
-        table.add_row(
+        shown.add_row(
             line["model"],
             line["policy"],
             f"{line['share']:.0%}",
@@ -121,7 +124,39 @@ def _table(lines: list[dict[str, Any]]) -> Table:
             f"{line['moved_out_bytes'] / 2**20:,.0f} MiB",
             f"{line['recompute_s']:.3f} / {line['measured_recompute_s']:.3f} s",
         )
-    return table
+    return shown
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """Return the cases as a table in Markdown, and how many agree."""
+    ran = [line for line in lines if "failure" not in line]
+    peaks = [line for line in ran if abs(line["peak_ratio"] - 1) <= PEAK_TOLERANCE]
+    times = [line for line in ran if abs(line["time_ratio"] - 1) <= TIME_TOLERANCE]
+    counts = (
+        f"Peak within {PEAK_TOLERANCE:.0%}: {len(peaks)} of {len(ran)} cases. "
+        f"Step time within {TIME_TOLERANCE:.0%}: {len(times)} of {len(ran)}.\n\n"
+    )
+    headings = ("model", "policy", "budget", "peak", "peak, simulated", "step", "step, simulated", "out", "made again")
+    rows = [
+        (
+            line["model"],
+            f"`{line['policy']}`",
+            f"{line['share']:.0%}",
+            f"{line['peak_bytes'] / 2**20:,.1f} MiB",
+            f"{line['peak_ratio'] - 1:+.1%}",
+            f"{line['measured_s']:.3f} s",
+            f"{line['time_ratio'] - 1:+.1%}",
+            f"{line['moved_out_bytes'] / 2**20:,.0f} MiB",
+            f"{line['measured_recompute_s'] * 1e3:,.0f} ms",
+        )
+        for line in ran
+    ]
+    failed = [
+        f"- {line['model']}, `{line['policy']}`, {line['share']:.0%}: {line['failure']}\n"
+        for line in lines
+        if "failure" in line
+    ]
+    return counts + table(headings, rows, texts=3) + ("\n" + "".join(failed) if failed else "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=Case(model="", policy="", spill="", share=None).steps)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "agreement.json")
+    parser.add_argument("--page", type=Path, default=None, help="put the table into this page")
     parser.add_argument("--spill", type=Path, default=None, help="directory on the disk to spill to")
     return parser
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import ROOT
+from benchmarks.pages import table, write_page
 from lowtide import registry, zoo
 from lowtide.capture.fake import capture_fake
 from lowtide.core.trace import Trace
@@ -90,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(_sentence(worst), soft_wrap=True)
         options.out.write_text(json.dumps(_document(cells, policies), indent=1) + "\n")
     Console().print(_table(cells))
+    if options.page is not None:
+        write_page(markdown(cells), options.page, script="auto.py")
     return 1 if any(cell.behind > WITHIN for cell in cells) else 0
 
 
@@ -127,14 +130,29 @@ def _sentence(cell: Cell) -> str:
 
 
 def _table(cells: list[Cell]) -> Table:
-    table = Table("model", "machine", *(f"{share:.0%}" for share in sorted({cell.share for cell in cells})))
+    shown = Table("model", "machine", *(f"{share:.0%}" for share in sorted({cell.share for cell in cells})))
     rows: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         rows.setdefault((cell.model, cell.machine), []).append(cell)
     for (model, name), row in rows.items():
         ordered = sorted(row, key=lambda cell: cell.share)
-        table.add_row(model, name, *(f"{cell.behind:+.1%} {cell.best}" for cell in ordered))
-    return table
+        shown.add_row(model, name, *(f"{cell.behind:+.1%} {cell.best}" for cell in ordered))
+    return shown
+
+
+def markdown(cells: list[Cell]) -> str:
+    """Return, in Markdown, how far `auto` is behind the best of the others: by model and machine, over the budgets."""
+    within = sum(cell.behind <= WITHIN for cell in cells)
+    shares = sorted({cell.share for cell in cells})
+    rows: dict[tuple[str, str], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.share):
+        rows.setdefault((cell.model, cell.machine), []).append(cell)
+    lines = [
+        (model, name, *(f"{cell.behind:+.2%} `{cell.best}`, {cell.auto_s / cell.infinite_s:.2f}x" for cell in row))
+        for (model, name), row in rows.items()
+    ]
+    count = f"Within {WITHIN:.0%} of the best of the others in {within} of {len(cells)} cases.\n\n"
+    return count + table(("model", "machine", *(f"{share:.0%}" for share in shares)), lines, texts=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shares", nargs="+", type=float, default=list(SHARES), help="budget = floor + share x (peak - floor)"
     )
+    parser.add_argument("--page", type=Path, default=None, help="put the table into this page")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "auto.json")
     return parser

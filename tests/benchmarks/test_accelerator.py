@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.accelerator_jobs import Link
 from benchmarks.accelerator_results import Entrant, bound_s, broken_promises, goals, summary
-from benchmarks.accelerator_table import BEGIN, END, markdown, write_page
+from benchmarks.accelerator_table import SCRIPT, markdown
 from benchmarks.jobs import Answer
 from benchmarks.models import Chain, LanguageModel
+from benchmarks.pages import END, begin_of, write_page
 from lowtide.errors import BadArgument, NativeUnavailable
 
 MIB = 2**20
@@ -169,11 +170,11 @@ def test_the_table_holds_every_figure_and_says_what_failed() -> None:
 
 def test_the_page_keeps_what_is_around_the_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_page(markdown(results()), page)
-    write_page(markdown(results()), page)
+    page.write_text(f"before\n{begin_of(SCRIPT)}\nold\n{END}\nafter\n")
+    write_page(markdown(results()), page, script=SCRIPT)
+    write_page(markdown(results()), page, script=SCRIPT)
     text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.startswith(f"before\n{begin_of(SCRIPT)}\n")
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert text.count("### a model") == 1
@@ -183,7 +184,7 @@ def test_a_page_without_marks_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no marks\n")
     with pytest.raises(SystemExit, match=r"page\.md lacks the marks"):
-        write_page(markdown(results()), page)
+        write_page(markdown(results()), page, script=SCRIPT)
     assert page.read_text() == "no marks\n"
 
 
