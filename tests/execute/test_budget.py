@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import lowtide
 from tests import models
+from tests.bitwise.drop_all import DropAll
 from tests.execute.training import NO_PRESSURE_BYTES, Training, digest, need, other_bytes, records
 
 STEPS = 3
@@ -99,14 +100,18 @@ def outcome(training: Training) -> dict[str, object]:
     return {"losses": training.losses, "gradients": training.gradients, "parameters": parameters}
 
 
-@given(make=trainings(), share=st.floats(-0.3, 1.2), policy=st.sampled_from(["auto", "lru", "swap_all", "belady"]))
+# The last two run operators again.
+POLICIES = ("auto", "lru", "swap_all", "belady", "superneurons", DropAll(once=True))
+
+
+@given(make=trainings(), share=st.floats(-0.3, 1.2), policy=st.sampled_from(POLICIES))
 @settings(
     max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_model_under_any_budget_is_exact_and_within_it_or_says_what_is_missing(
-    make: Callable[[], Training], share: float, policy: str, tmp_path_factory: pytest.TempPathFactory
+    make: Callable[[], Training], share: float, policy: str | DropAll, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     spill = tmp_path_factory.mktemp("spill")
     expected = make().steps(STEPS)
