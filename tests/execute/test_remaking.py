@@ -476,7 +476,7 @@ def test_the_mode_is_off_when_no_plan_asks_for_it(tmp_path: Path) -> None:
             with tide.step():
                 saved_sum(torch.randn(WIDTH, requires_grad=True), torch.randn(1024, WIDTH)).sum().backward()
                 on = torch._C._len_torch_dispatch_stack()
-            assert on == (1 if index == 0 else 0), "only one of the two recordings is watched here"
+            assert on == (1 if index < 2 else 0), "only steps that are recorded are watched here"
 
 
 @pytest.mark.slow

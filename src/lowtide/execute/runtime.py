@@ -53,11 +53,10 @@ class Runtime:
 
     # ---- steps ----
 
-    def begin_step(self, *, recording: bool = False, marks: bool = False) -> None:
+    def begin_step(self, *, recording: bool = False) -> None:
         """Start to number saves and uses from zero, and follow the plan that fits best so far.
 
-        A step that is recorded runs nothing again, it swaps instead: its trace shows what the program does. `marks`:
-        its calls are numbered in the log.
+        A step that is recorded runs nothing again, it swaps instead: its trace shows what the program does.
         """
         self._remakes = self.remaker is not None and not recording and can_watch()
         with self._lock:
@@ -70,7 +69,9 @@ class Runtime:
             if self.remaker is not None:
                 plan = self.matcher.followed
                 wanted = plan.calls if plan is not None and self._remakes else ()
-                self.remaker.begin(wanted=wanted, marks=marks)
+                # In every recording: with a mode on, PyTorch takes other ways through some operators (attention, for one),
+                # so a step that is watched has to be planned from one that was.
+                self.remaker.begin(wanted=wanted, marks=recording)
                 if self._hooked:  # a step of a script begins inside the hooks of the one before
                     self.remaker.watch(nested=False)
         self.backend.prepare()

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from typing import Self, TypeVar
 
 import torch
@@ -75,8 +74,6 @@ class Tide:
         self._recorder = Recorder(self._backend, models, optimizers)
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
-        self._marks = False
-        self._numbered: Recorded | None = None
         self._seen: set[int] = set()
         self._trace: Trace | None = None
         self._plan: Plan | None = None
@@ -142,9 +139,7 @@ class Tide:
         self._backend.refresh_static()
         self._static_bytes = self._backend.usage().live_bytes
         recording = self._alert > 0
-        # Numbering calls takes time: only every other recording is for that, and those between are for times.
-        self._marks = recording and not self._marks
-        self._runtime.begin_step(recording=recording, marks=self._marks)
+        self._runtime.begin_step(recording=recording)
         if recording:
             self._recorder.start()
         else:
@@ -184,7 +179,7 @@ class Tide:
             return
         times_recorded = self._recorded.get(signature, 0)
         if self._recorder.recording:
-            recorded = self._with_calls(self._recorder.stop())
+            recorded = self._recorder.stop()
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
@@ -199,16 +194,6 @@ class Tide:
             self._alert = max(1, self._alert)
         elif followed is not None:
             self._alert = 0
-
-    def _with_calls(self, recorded: Recorded | None) -> Recorded | None:
-        """Return a recording with the calls of the last one that has them, as far as both run the same operators."""
-        if recorded is not None and recorded.calls:
-            self._numbered = recorded
-        if recorded is None or recorded.calls or self._numbered is None:
-            return recorded
-        pairs = enumerate(zip(recorded.trace.ops, self._numbered.trace.ops, strict=False))
-        end = next((op for op, (one, other) in pairs if one.name != other.name), len(recorded.trace.ops))
-        return replace(recorded, calls={op: calls for op, calls in self._numbered.calls.items() if op < end})
 
     def _decide(self, recorded: Recorded) -> Plan:
         """Return the policy's plan; one that runs operators again only where their calls were seen."""
