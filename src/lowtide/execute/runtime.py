@@ -69,7 +69,7 @@ class Runtime:
             if self.remaker is not None:
                 plan = self.matcher.followed
                 wanted = plan.calls if plan is not None and self._remakes else ()
-                # In every recording: with a mode on, PyTorch takes other ways through some operators (attention, for one),
+                # In every recording: with a mode on, PyTorch takes other ways through some operators (attention),
                 # so a step that is watched has to be planned from one that was.
                 self.remaker.begin(wanted=wanted, marks=recording)
                 if self._hooked:  # a step of a script begins inside the hooks of the one before
