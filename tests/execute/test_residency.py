@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lowtide.execute.events import (
     Arrived,
     Command,
+    Discard,
     Drop,
     Dropped,
     Due,
@@ -22,13 +23,17 @@ from lowtide.execute.events import (
     Held,
     Keep,
     Leave,
+    Named,
     Needed,
     NoRoom,
     Prefetch,
     Pressure,
     ReadFailed,
+    Remade,
+    Remake,
     Saved,
     Sole,
+    Unmakeable,
     Used,
     Watch,
     Write,
@@ -74,6 +79,62 @@ def test_a_record_that_the_plan_swaps_is_written_when_nobody_else_holds_it() -> 
     machine = machine_with(SAVED, swapped=frozenset({0}))
     assert machine.on(Sole(1)) == [Write(1)]
     assert machine.where(1) is Residence.LEAVING
+
+
+def dropping(*events: Event) -> Residency:
+    machine = Residency(everything)
+    machine.follow(swapped=frozenset(), uses={}, dropped=frozenset({0}))
+    for event in events:
+        machine.on(event)
+        machine.validate()
+    return machine
+
+
+def test_a_record_that_the_plan_drops_is_given_up_without_a_copy_and_made_again_when_it_is_needed() -> None:
+    machine = dropping(SAVED)
+    assert machine.on(Sole(1)) == [Discard(1)]
+    assert machine.where(1) is Residence.DROPPED
+    assert machine.on(Pressure(1)) == []
+    assert machine.on(Needed(1)) == [Remake(1)]
+    machine.on(Remade(1))
+    assert machine.where(1) is Residence.RESIDENT
+    machine.on(Used(1))
+    assert machine.on(Sole(1)) == [], "its gap is over: it is not given up once more"
+
+
+def test_a_record_that_was_made_with_others_stays_until_its_own_use() -> None:
+    machine = dropping(SAVED, Sole(1), Remade(1))
+    assert machine.on(Sole(1)) == []
+
+
+def test_a_record_that_cannot_be_made_again_is_written() -> None:
+    machine = dropping(SAVED, Sole(1))
+    assert machine.on(Unmakeable(1)) == [Write(1)]
+    assert machine.where(1) is Residence.LEAVING
+
+
+def test_a_record_that_is_held_again_is_not_given_up() -> None:
+    machine = dropping(SAVED, Sole(1))
+    assert machine.on(Held(1)) == [Watch(1)]
+    assert machine.where(1) is Residence.RESIDENT
+    assert machine.on(Sole(1)) == [Discard(1)]
+
+
+@pytest.mark.parametrize(("drop", "goes"), [(True, Discard(1)), (False, Write(1))])
+def test_a_record_leaves_again_with_or_without_a_copy(drop: bool, goes: Command) -> None:
+    machine = machine_with(SAVED)
+    assert machine.on(Leave((0,), drop=drop)) == [Watch(1)]
+    assert machine.on(Sole(1)) == [goes]
+
+
+def test_a_record_that_is_only_held_gets_its_key_when_it_is_saved() -> None:
+    machine = machine_with(Saved(1, 100, -1), swapped=frozenset({0}))
+    assert machine.is_unnamed(1)
+    assert machine.on(Named(1, 0)) == []
+    assert not machine.is_unnamed(1)
+    assert machine.record_of(0) == 1
+    assert machine.record_of(-1) is None
+    assert machine.on(Sole(1)) == [Write(1)]
 
 
 def test_a_record_that_the_plan_keeps_is_not_written_when_nobody_else_holds_it() -> None:

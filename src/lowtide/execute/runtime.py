@@ -180,9 +180,10 @@ class Runtime:
         backend, record = self.backend, handle.record
         handle.check_version(backend.version(handle.pack))
         backend.mark_unpack(handle.pack)
+        commands = self._pin(record)
         try:
             # A demanded read is queued before the prefetches of this event, which must not delay it.
-            self._demand(record)
+            self._bring_back(record, commands)
             with self._lock:
                 awaited = self._advance(-1 - handle.key)
             self._await(awaited)
@@ -194,11 +195,14 @@ class Runtime:
             self._used(record)
         return tensor
 
-    def _demand(self, record: int) -> None:
-        """Pin a record and ask for it: it is there, on its way or made again when this returns."""
+    def _pin(self, record: int) -> list[e.Command]:
+        """Keep a record from leaving until `_used`; return what brings it back."""
         with self._lock:
             self._settle()
-            commands = self.machine.on(e.Needed(record))
+            return self.machine.on(e.Needed(record))
+
+    def _bring_back(self, record: int, commands: list[e.Command]) -> None:
+        """Ask for a record that is pinned: it is there, on its way or made again when this returns."""
         for command in commands:
             match command:
                 case e.Fetch():
@@ -266,8 +270,9 @@ class Runtime:
         """Return a record's storage as a flat tensor, in memory while the context lasts."""
         remakes = self.backend.remakes
         assert remakes is not None
+        commands = self._pin(record)
         try:
-            self._demand(record)
+            self._bring_back(record, commands)
             yield self._attached(record, lambda: remakes.flat(record, dtype))
         finally:
             self._used(record)

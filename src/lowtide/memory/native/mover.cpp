@@ -843,7 +843,7 @@ int lt_record_wait(int64_t id, int64_t timeout_ms) {
   return state;
 }
 
-// The error of a record's last transfer: an errno, or one of the two codes above.
+// The error of a record's last transfer: an errno, or one of the codes at the top.
 int lt_record_error(int64_t id) {
   Mover& m = mover();
   std::lock_guard<std::mutex> guard(m.mutex);
