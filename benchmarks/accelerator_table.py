@@ -14,7 +14,7 @@ if not __package__:
 
 from benchmarks.accelerator_results import goals
 from benchmarks.jobs import ROOT
-from benchmarks.pages import write_page
+from benchmarks.pages import table, write_page
 
 PAGE = ROOT / "docs" / "benchmarks-accelerator.md"
 SCRIPT = "accelerator_table.py"
@@ -65,13 +65,12 @@ def _about(facts: dict[str, Any], *, share: float) -> str:
 def _link(name: str, link: dict[str, Any]) -> str:
     title = "A link that can hide the traffic" if name == "hiding" else f"Link of the `{name}` preset"
     rates = f"{link['d2h_bytes_per_s'] / 1e6:.0f} MB/s out, {link['h2d_bytes_per_s'] / 1e6:.0f} MB/s back"
-    rows = [_HEADINGS, ("---", *["---:"] * (len(_HEADINGS) - 1)), *(_row(line) for line in link["contenders"])]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    rows = table(_HEADINGS, [_row(line) for line in link["contenders"]])
     told = [
         f"- {'met' if met else 'missed'}: {text}" for text, met in goals(link["contenders"], hides=name == "hiding")
     ]
     told += [f"- {_name(line)} failed: {why}" for line in link["contenders"] for why in line.get("failures", [])]
-    return f"**{title}** ({rates}; {_pressure(link['contenders'])})\n\n{table}\n\n" + "\n".join(told)
+    return f"**{title}** ({rates}; {_pressure(link['contenders'])})\n\n{rows}\n" + "\n".join(told)
 
 
 def _pressure(lines: list[dict[str, Any]]) -> str:

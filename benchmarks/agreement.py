@@ -20,7 +20,6 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.jobs import ROOT, launch
 from benchmarks.pages import table, write_page
@@ -80,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
                     lines.append(line)
                     console.print(_sentence(line), soft_wrap=True)
                     options.out.write_text(json.dumps({"sizes": MODELS, "cases": lines}, indent=1) + "\n")
-    Console().print(_table(lines))
+    print(markdown(lines), end="")
     if options.page is not None:
         write_page(markdown(lines), options.page, script="agreement.py")
     return 0 if all(_agrees(line) for line in lines if "failure" not in line) else 1
@@ -103,28 +102,6 @@ def _sentence(line: dict[str, Any]) -> str:
         f"{where} peak {line['simulated_peak_bytes'] / line['peak_bytes']:.3f}, "
         f"time {line['simulated_s']:.3f} s of {line['measured_s']:.3f} s ({line['time_ratio']:.2f})"
     )
-
-
-def _table(lines: list[dict[str, Any]]) -> Table:
-    shown = Table(
-        "model", "policy", "budget", "peak, simulated / real", "step, simulated / real", "moved a step", "made again"
-    )
-    for line in lines:
-        if "failure" in line:
-            shown.add_row(
-                line["model"], line["policy"], f"{line['share']:.0%}", line["failure"].split(":")[0], "", "", ""
-            )
-            continue
-        shown.add_row(
-            line["model"],
-            line["policy"],
-            f"{line['share']:.0%}",
-            f"{line['peak_ratio']:.3f}",
-            f"{line['time_ratio']:.2f}",
-            f"{line['moved_out_bytes'] / 2**20:,.0f} MiB",
-            f"{line['recompute_s']:.3f} / {line['measured_recompute_s']:.3f} s",
-        )
-    return shown
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:

@@ -18,14 +18,13 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.jobs import ROOT
 from benchmarks.pages import table, write_page
 from lowtide import registry, zoo
 from lowtide.capture.fake import capture_fake
 from lowtide.core.trace import Trace
-from lowtide.estimate.presets import machine
+from lowtide.estimate.presets import PRESETS, machine
 from lowtide.report import Comparison, Outcome, compare
 
 # Sizes that a laptop can hold as a trace and a card of the machines below cannot hold as a training.
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         worst = max((cell for cell in cells if cell.model == model), key=lambda cell: cell.behind)
         console.print(_sentence(worst), soft_wrap=True)
         options.out.write_text(json.dumps(_document(cells, policies), indent=1) + "\n")
-    Console().print(_table(cells))
+    print(markdown(cells), end="")
     if options.page is not None:
         write_page(markdown(cells), options.page, script="auto.py")
     return 1 if any(cell.behind > WITHIN for cell in cells) else 0
@@ -129,17 +128,6 @@ def _sentence(cell: Cell) -> str:
     )
 
 
-def _table(cells: list[Cell]) -> Table:
-    shown = Table("model", "machine", *(f"{share:.0%}" for share in sorted({cell.share for cell in cells})))
-    rows: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        rows.setdefault((cell.model, cell.machine), []).append(cell)
-    for (model, name), row in rows.items():
-        ordered = sorted(row, key=lambda cell: cell.share)
-        shown.add_row(model, name, *(f"{cell.behind:+.1%} {cell.best}" for cell in ordered))
-    return shown
-
-
 def markdown(cells: list[Cell]) -> str:
     """Return, in Markdown, how far `auto` is behind the best of the others: by model and machine, over the budgets."""
     within = sum(cell.behind <= WITHIN for cell in cells)
@@ -158,7 +146,7 @@ def markdown(cells: list[Cell]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES))
+    parser.add_argument("--machines", nargs="+", choices=tuple(PRESETS), default=list(MACHINES))
     parser.add_argument(
         "--shares", nargs="+", type=float, default=list(SHARES), help="budget = floor + share x (peak - floor)"
     )

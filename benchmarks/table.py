@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if not __package__:
+    # Run as a file, Python puts this directory on the path instead of the one that holds it.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.pages import table
+
 _NAMES = {
     "stock": "stock PyTorch",
     "unpressed": "Lowtide, everything fits",
@@ -34,8 +40,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _model(facts: dict[str, Any]) -> str:
-    rows = [_HEADINGS, ("---", *["---:"] * (len(_HEADINGS) - 1))]
-    rows += [_row(line, floor_bytes=facts["floor_bytes"]) for line in facts["contenders"]]
+    rows = [_row(line, floor_bytes=facts["floor_bytes"]) for line in facts["contenders"]]
     about = (
         f"{facts['parameters'] / 1e6:.1f} M parameters; static {_mib(facts['static_bytes'])}, stock's peak "
         f"{_mib(facts['peak_bytes'])}, floor {_mib(facts['floor_bytes'])} (set by `{facts['floor_op']}`)."
@@ -45,7 +50,7 @@ def _model(facts: dict[str, Any]) -> str:
         "",
         about,
         "",
-        *("| " + " | ".join(row) + " |" for row in rows),
+        table(_HEADINGS, rows).rstrip(),
     ]
     for line in facts["contenders"]:
         lines += [f"\n{_name(line)}: {reason}" for reason in _reasons(line)]
