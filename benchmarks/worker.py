@@ -82,10 +82,13 @@ def measure(job: Job) -> dict[str, Any]:
 def train_step(benchmark: Benchmark, module: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Run one ordinary training step."""
     inputs, targets = batch
+    if benchmark.zero_first:
+        optimizer.zero_grad()
     loss = benchmark.loss(module(inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    optimizer.zero_grad()
+    if not benchmark.zero_first:
+        optimizer.zero_grad()
     return loss.detach()
 
 

@@ -676,6 +676,80 @@ def test_forks_from_a_busy_process_never_deadlock(mlp_need: Need, tmp_path: Path
     assert out == "exact\n", errors
 
 
+def test_a_child_forked_while_another_thread_runs_backward_can_run_operators() -> None:
+    program = """
+        import faulthandler, os, signal, threading, time
+        faulthandler.dump_traceback_later(60, exit=True)
+        import torch
+        from lowtide.memory.native import load
+
+        torch.set_num_threads(1)
+        native, stuck = load(), []
+        native.observe(1)
+        x = torch.ones(4, requires_grad=True)
+        heap = bytearray(50 << 20)  # much to copy: a fork takes long
+        heap[::4096] = bytes([1]) * len(heap[::4096])
+
+        def forks():
+            for _ in range(200):
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(10)
+                    torch.ones(10)
+                    os._exit(0)
+                while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+                    time.sleep(0.0005)
+                if ended[1]:
+                    stuck.append(child)
+                    break
+
+        forking = threading.Thread(target=forks)
+        forking.start()
+        while forking.is_alive():
+            y = x
+            for _ in range(50):
+                y = y * 2
+            y.sum().backward()  # copies PyTorch's observers at each node
+        assert not stuck
+        print("done")
+    """
+    out, errors = start(program).communicate(timeout=90)
+    assert out == "done\n", errors
+
+
+def test_a_log_in_which_operators_may_be_missing_is_not_whole() -> None:
+    program = """
+        import os, threading
+        import torch
+        from lowtide.memory.native import load
+
+        native = load()
+
+        def fork():
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+
+        def logged(work):
+            native.observe(2)
+            native.log_start()
+            torch.ones(10)
+            work()
+            torch.ones(10)
+            if (log := native.log_stop()) is not None:
+                return sum(native.names()[entry.a] == "aten::ones" for entry in log if entry.kind == 4)
+
+        def elsewhere():
+            forking = threading.Thread(target=fork)
+            forking.start()
+            forking.join()
+
+        print(logged(lambda: None), logged(fork), logged(elsewhere), logged(lambda: None))
+    """
+    out, errors = start(program).communicate(timeout=90)
+    assert out == "2 2 None 2\n", errors
+
+
 def test_a_child_forked_while_observing_begins_or_ends_can_run_operators() -> None:
     program = """
         import faulthandler, itertools, os, signal, threading, time
@@ -687,7 +761,7 @@ def test_a_child_forked_while_observing_begins_or_ends_can_run_operators() -> No
         native, stuck = load(), []
 
         def forks():
-            for _ in range(500):
+            for _ in range(250):
                 child = os.fork()
                 if child == 0:
                     signal.alarm(10)

@@ -68,7 +68,7 @@ class Recorder:
         self.recording = True
 
     def stop(self) -> Recorded | None:
-        """Stop and return the step as a trace (None: it was too long to record)."""
+        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it)."""
         end_ns = time.perf_counter_ns()
         log = self._backend.take_log()
         self._unhook()

@@ -266,7 +266,7 @@ class Native:
         self._log_clear()
 
     def log_stop(self) -> list[LogEntry] | None:
-        """Stop the log and return its entries in order (None: there were too many to keep)."""
+        """Stop the log and return its entries in order (None: not all were kept)."""
         count = self._log_stop()
         if count < 0:
             self._log_clear()

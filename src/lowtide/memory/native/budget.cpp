@@ -475,8 +475,10 @@ void lock_for_fork() {
   pages().mutex.lock();
   progress_mutex.lock();
   failure_mutex.lock();
+  lock_log_for_fork();  // last: some log with the others held
 }
 void unlock_after_fork() {
+  unlock_log_after_fork();
   failure_mutex.unlock();
   progress_mutex.unlock();
   pages().mutex.unlock();

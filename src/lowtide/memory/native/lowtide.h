@@ -94,6 +94,8 @@ enum class Event : int32_t {
 
 extern std::atomic<bool> logging;
 void log_event(Event kind, int64_t a, int64_t b = 0, int64_t c = 0);
+void lock_log_for_fork();
+void unlock_log_after_fork();
 // The outermost operator that runs on this thread, as its caller names it, or "" if operators are not observed.
 const char* current_op();
 

@@ -5,10 +5,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
+#include <pthread.h>
 
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -34,7 +36,12 @@ std::unordered_map<std::string, int64_t> name_ids;
 std::vector<std::string> names;
 std::atomic<int32_t> thread_count{0};
 std::atomic<bool> with_operands{false};
+std::atomic<bool> interrupted_log{false};  // operators may have run unseen since it began
+
+std::mutex observer_mutex;  // guards the next three
+int observed = 0;           // the detail that lt_observe was asked for last
 at::CallbackHandle handle = 0;
+std::thread::id observing;  // who asked for it
 
 int32_t thread_number() {
   thread_local int32_t number = thread_count++;
@@ -112,6 +119,44 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext*) {
   }
 }
 
+// Guarded by observer_mutex.
+void add_observer() {
+  if (observed == 0) return;
+  bool operands = observed == 2;
+  handle = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end)
+                                     .needsInputs(operands)
+                                     .needsOutputs(operands)
+                                     .scopes({at::RecordScope::FUNCTION,
+                                              at::RecordScope::BACKWARD_FUNCTION,
+                                              at::RecordScope::USER_SCOPE}));
+}
+
+// Guarded by observer_mutex.
+void remove_observer() {
+  if (handle) at::removeCallback(handle);
+  handle = 0;
+}
+
+// Note [Observers and forks]: PyTorch copies its list of observers under a lock of its own, at the first operator of a
+// thread, after a change, and at every node of backward. A list with an observer is copied to the heap; fork() makes the
+// heap read-only before it reaches that lock's page, so a thread that copies meanwhile waits for the fork with the lock
+// held, and the child finds it locked for ever at its first operator. An empty list is copied without touching the heap.
+// So there is no observer during a fork. The operators of other threads that begin meanwhile are not seen, and nobody
+// may plan from such a log; the forking thread itself runs none.
+void withdraw_for_fork() {
+  observer_mutex.lock();
+  if (std::this_thread::get_id() != observing) interrupted_log = true;
+  remove_observer();
+}
+void return_after_fork() {
+  add_observer();
+  observer_mutex.unlock();
+}
+void after_fork_in_child() {
+  observed = 0;  // the parent's log: nobody reads it here
+  observer_mutex.unlock();
+}
+
 }  // namespace
 
 void log_event(Event kind, int64_t a, int64_t b, int64_t c) {
@@ -121,6 +166,13 @@ void log_event(Event kind, int64_t a, int64_t b, int64_t c) {
     entries.push_back(entry);
   else
     logging = false;  // not a training step: nobody plans from this
+}
+
+void lock_log_for_fork() {
+  log_mutex.lock();
+}
+void unlock_log_after_fork() {
+  log_mutex.unlock();
 }
 
 const char* current_op() {
@@ -136,28 +188,17 @@ using namespace lowtide;
 extern "C" {
 
 // Watch operators: 0 not at all, 1 only which one runs, 2 with their operands.
-//
-// Note [Observers and forks]: each thread copies PyTorch's list of observers at its first operator after a change, under a
-// lock that a fork does not respect: a child forked at that moment could never run an operator. So the list changes only
-// when it has to, and this thread, which runs the operators, copies it here, while it holds the GIL and nobody can fork.
 void lt_observe(int detail) {
-  static int observed = 0;
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(&withdraw_for_fork, &return_after_fork, &after_fork_in_child); });
   running.clear();
-  if (detail == observed) return;
+  std::lock_guard<std::mutex> guard(observer_mutex);
+  observing = std::this_thread::get_id();
+  if (detail == observed) return;  // every thread copies the list after a change
+  remove_observer();
   observed = detail;
-  if (handle) {
-    at::removeCallback(handle);
-    handle = 0;
-  }
   with_operands = detail == 2;
-  if (detail > 0)
-    handle = at::addGlobalCallback(at::RecordFunctionCallback(&on_begin, &on_end)
-                                       .needsInputs(detail == 2)
-                                       .needsOutputs(detail == 2)
-                                       .scopes({at::RecordScope::FUNCTION,
-                                                at::RecordScope::BACKWARD_FUNCTION,
-                                                at::RecordScope::USER_SCOPE}));
-  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  add_observer();
 }
 
 void lt_log_start() {
@@ -166,14 +207,17 @@ void lt_log_start() {
     entries.clear();
     entries.reserve(1 << 16);
   }
+  interrupted_log = false;
   logging = true;
 }
 
-// Stop; the entries stay until the next start. Returns how many there are, or -1 if there was no room for all.
+// Stop; the entries stay until the next start. Returns how many there are, or -1 if they are not all: there was no room,
+// or another thread forked.
 int64_t lt_log_stop() {
   logging = false;
   std::lock_guard<std::mutex> guard(log_mutex);
-  return entries.size() < kMostEntries ? static_cast<int64_t>(entries.size()) : -1;
+  bool whole = entries.size() < kMostEntries && !interrupted_log;
+  return whole ? static_cast<int64_t>(entries.size()) : -1;
 }
 
 void lt_log_copy(void* out) {
