@@ -2,7 +2,7 @@
 
 For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the plan and the machine that the
 runtime itself used and the trace it recorded, with the medians of several recordings as operator times, and simulates
-the same problem. The steps measured come after those recorded; nothing is fitted to them.
+the same problem. Steps are recorded and measured in turns, so that both see the machine as it is; no step is both.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ MODELS: dict[str, dict[str, int]] = {
     "resnet50": {"batch": 8, "image": 160},
     "gpt": {"batch": 4, "tokens": 256, "layers": 8, "width": 384, "heads": 6, "vocab": 4096},
 }
-# Steps that are recorded: all but the first give the operator times, and the last one the plan.
-RECORDINGS = 6
 PEAK_TOLERANCE = 0.01
 TIME_TOLERANCE = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training in a process of its own. `share` None: measure what the step needs."""
+    """One training in a process of its own. `share` None: measure what the step needs.
+
+    After `warmup_steps`, in which the plan is made, `steps` are recorded and as many measured.
+    """
 
     model: str
     policy: str
@@ -49,8 +50,8 @@ class Case:
     share: float | None
     floor_bytes: int = 0
     peak_bytes: int = 0
-    steps: int = RECORDINGS + 7
-    warmup_steps: int = RECORDINGS + 1
+    steps: int = 8
+    warmup_steps: int = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="lowtide-agreement-", dir=options.spill) as spill:
         for model in options.models:
-            sizes = _answer(Case(model=model, policy="keep_all", spill=spill, share=None, steps=2))
+            sizes = _answer(Case(model=model, policy="keep_all", spill=spill, share=None, steps=1))
             if "failure" in sizes:
                 console.print(f"{model}: {sizes['failure']}", style="bold red", soft_wrap=True)
                 return 1

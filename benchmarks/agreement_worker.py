@@ -6,16 +6,17 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lowtide
-import lowtide.execute.tide as runtime
-from benchmarks.agreement import MODELS, RECORDINGS, Case
+from benchmarks.agreement import MODELS, Case
 from lowtide import registry, zoo
+from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Problem
-from lowtide.core.trace import Trace
 from lowtide.errors import LowtideError
 from lowtide.estimate.predict import with_durations
+from lowtide.execute.recorder import Recorder
 from lowtide.simulate import simulate
 
 
@@ -36,30 +37,30 @@ def _measure(case: Case) -> dict[str, Any]:
     budget_bytes = 1 << 40
     if case.share is not None:
         budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
-    runtime._RECORDINGS = RECORDINGS  # more than usual: operator times are medians
-    times_s, peaks, recompute_s, before_s, traces = [], [], [], 0.0, []
+    recordings = _kept_recordings()
+    measured: list[dict[str, Any]] = []
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
-        for _ in range(case.steps):
+        for index in range(case.warmup_steps + 2 * case.steps):
+            planned, recorded = index >= case.warmup_steps, index % 2 == 0
+            if planned and recorded:
+                tide._alert = 1  # records this step; the plan stays as it is
+            before: dict[str, Any] = tide.stats()
             with tide.step():
                 training.step()
             stats: dict[str, Any] = tide.stats()
-            times_s.append(stats["last_step_s"])
-            peaks.append(stats["last_step_peak_bytes"])
-            recompute_s.append(stats["recompute_s"] - before_s)
-            before_s = stats["recompute_s"]
-            traces.append(tide.trace())
+            if planned and not recorded:
+                measured.append({**stats, "recompute_s": stats["recompute_s"] - before["recompute_s"]})
         if case.share is None:
-            return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": peaks[-1]}
-        trace, plan, machine = _typical(traces[1:RECORDINGS]), tide.plan(), tide.machine
+            return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
+        plan = tide.plan()
+        problem = _typical([tide._problem(one) for one in recordings[-case.steps :]])
     policy = registry.policy(case.policy)
-    problem = Problem(
-        trace=trace, machine=machine, budget_bytes=budget_bytes, can_recompute=bool(plan and plan.recomputes)
-    )
     timeline = simulate(problem, plan, policy=policy)
-    measured_s = statistics.median(times_s[case.warmup_steps :])
-    peak_bytes = max(peaks[case.warmup_steps :])
+    times_s = [one["last_step_s"] for one in measured]
+    measured_s = statistics.median(times_s)
+    peak_bytes = max(one["last_step_peak_bytes"] for one in measured)
     return {
         "budget_bytes": budget_bytes,
         "peak_bytes": peak_bytes,
@@ -71,19 +72,35 @@ def _measure(case: Case) -> dict[str, Any]:
         "time_ratio": timeline.step_s / measured_s,
         "compute_s": timeline.compute_s,
         "stall_s": timeline.stall_s,
-        "measured_stall_s": stats["last_step_stall_s"],
+        "measured_stall_s": statistics.median(one["last_step_stall_s"] for one in measured),
         "moved_out_bytes": timeline.moved_out_bytes,
         "recompute_s": timeline.recompute_s,
-        "measured_recompute_s": statistics.median(recompute_s[case.warmup_steps :]),
+        "measured_recompute_s": statistics.median(one["recompute_s"] for one in measured),
     }
 
 
-def _typical(traces: Sequence[Trace]) -> Trace:
+def _kept_recordings() -> list[Recorded]:
+    """Return a list that every recording of this process will be added to."""
+    kept: list[Recorded] = []
+    stop = Recorder.stop
+
+    def keep(recorder: Recorder) -> Recorded | None:
+        recorded = stop(recorder)
+        if recorded is not None:
+            kept.append(recorded)
+        return recorded
+
+    Recorder.stop = keep  # type: ignore[method-assign]
+    return kept
+
+
+def _typical(problems: Sequence[Problem]) -> Problem:
     """Return the last of several recordings of one step, with the median of every operator's times."""
-    last = traces[-1]
-    alike = [one for one in traces if len(one.ops) == len(last.ops)]
+    last = problems[-1].trace
+    alike = [one.trace for one in problems if len(one.trace.ops) == len(last.ops)]
     times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(last.ops))]
-    return with_durations(last, lambda index, _op: statistics.median(times_s[index]))
+    trace = with_durations(last, lambda index, _op: statistics.median(times_s[index]))
+    return replace(problems[-1], trace=trace, watch_s=statistics.median(one.watch_s for one in problems))
 
 
 if __name__ == "__main__":

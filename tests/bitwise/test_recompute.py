@@ -34,6 +34,15 @@ def assert_exact_by_running_again(name: str, *, once: bool, spill: Path) -> None
         assert outcome.stats["recomputed_ops"] > 0, "nothing ran again: this test shows nothing"
 
 
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in WORKLOADS])
+def test_training_that_drops_when_memory_runs_out_is_exact(name: str, tmp_path: Path) -> None:
+    outcome = pressed(name, share=0.6, spill=tmp_path, policy="dtr")
+    assert_identical(stock(name), outcome.record)
+    assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"] < need(name).peak_bytes
+    if name in QUICK:
+        assert outcome.stats["recomputed_ops"] > 0, "nothing ran again: this test shows nothing"
+
+
 @pytest.mark.parametrize("policy", ["auto", "capuchin", "superneurons", "pooch", "meng"])
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_policies_that_recompute_are_exact(name: str, policy: str, tmp_path: Path) -> None:

@@ -75,6 +75,57 @@ def test_a_kernels_scratch_counts_whether_it_runs_at_once_or_later(sim: Emulator
             del y
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norms_backward_takes_the_memory_of_its_result_once_and_gives_the_cpus_bits(
+    sim: Emulator, layout: torch.memory_format, train: bool
+) -> None:
+    values = torch.randn(4, 16, 24, 24).to(memory_format=layout)
+    gradient = torch.randn_like(values)
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.BatchNorm2d(16).train(train).to(device)
+        x = values.clone().to(device).requires_grad_()
+        y = model(x)
+        passed = gradient.to(device)
+        if device == "sim":
+            torch.accelerator.synchronize()
+            sim.reset_stats()
+            before = sim.stats().active_bytes
+        y.backward(passed)
+        if device == "sim":
+            torch.accelerator.synchronize()
+            assert sim.stats().peak_active_bytes - before < 1.5 * x.nbytes
+        found = [x.grad, model.weight.grad, model.bias.grad]
+        return [one.cpu() for one in found if one is not None]
+
+    expected = gradients("cpu")
+    for _ in range(3):  # the first runs at once, the others later
+        got = gradients("sim")
+        assert len(got) == len(expected) == 3
+        for one, other in zip(got, expected, strict=True):
+            assert one.stride() == other.stride()
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
+def test_batch_norms_backward_of_other_types_and_layouts_gives_the_cpus_bits(sim: Emulator, dtype: torch.dtype) -> None:
+    values = torch.randn(4, 6, 10, 5).to(dtype)
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.BatchNorm2d(6).to(dtype).to(device)
+        x = values.clone().to(device).requires_grad_()
+        model(x.transpose(2, 3)).mul(2).transpose(2, 3).pow(2).sum().backward()
+        assert x.grad is not None
+        assert model.weight.grad is not None
+        return [x.grad.cpu(), model.weight.grad.cpu()]
+
+    for one, other in zip(gradients("sim"), gradients("cpu"), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_freed_memory_is_live_no_more_and_peaks_are_kept_until_reset(sim: Emulator) -> None:
     gc.collect()
     torch.accelerator.synchronize()

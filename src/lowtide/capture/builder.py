@@ -2,7 +2,7 @@
 
 The log says what happened under whatever policy was running; the trace says what an unmanaged step would have done. So
 memory given up because a tier held the bytes, and room taken for bytes that came back, leave the curve as it is; time
-spent waiting for transfers is taken out.
+spent waiting for transfers is taken out, and so is the time that numbering calls took.
 
 An *operator* of the trace is the outermost dispatched call that computes something and is not merely composed of
 others: what a backend implements, below autograd. Its span reaches to the start of the next, so the durations add up
@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
 
 from lowtide.core.log import Event, LogEntry
 from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
+
+# How PyTorch's observer calls a dispatch mode at work.
+_MODE = "PythonDispatchMode"
 
 
 class Scope(IntEnum):
@@ -35,7 +37,7 @@ class Recorded:
     `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
     numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the
     i-th (the last one: after all), where the log says so. `calls[op]` are the numbers of the step's calls that an
-    operator consists of, where calls were numbered.
+    operator consists of, where calls were numbered; `numbering_s` is what that took.
     """
 
     trace: Trace
@@ -43,6 +45,7 @@ class Recorded:
     use_events: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...] = ()
     calls: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    numbering_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -72,17 +75,21 @@ class _Running:
     begin_ns: int
     module: str
     stall_ns: int = 0
+    numbering_ns: int = 0
     peak_bytes: int = 0
     reads: dict[int, int] = field(default_factory=dict)
     writes: list[int] = field(default_factory=list)
 
 
-class _Frame(NamedTuple):
-    """A call that has not returned; `chosen`: it is an operator of the trace."""
+@dataclass(slots=True)
+class _Frame:
+    """A call that has not returned: an operator of the trace (`chosen`), the mode that numbers calls, or another."""
 
     name: int
+    begin_ns: int
     chosen: bool
     phase: Phase | None
+    numbers: bool = False
 
 
 class _Builder:
@@ -136,9 +143,7 @@ class _Builder:
             case Event.MODULE:
                 self.module = self.names[entry.a]
             case Event.CALL:
-                # As a rule one; more if this overload of the operator is composed of others.
-                if any(frame.chosen for frame in self.stacks.get(entry.thread, [])):
-                    self.calls.setdefault(self.next_op - 1, []).append(entry.a)
+                self.call(entry)
 
     def memory(self, entry: LogEntry) -> None:
         if entry.kind == Event.ALLOC:
@@ -168,6 +173,7 @@ class _Builder:
             # A range of the user's is opened inside an operator that ends before it does.
             ended = next((at for at in reversed(range(len(stack))) if stack[at].name == entry.a), None)
             if ended is not None:
+                self.ended(stack[ended], stack[ended - 1] if ended else None, entry.at_ns)
                 del stack[ended]
             return
         name = self.names[entry.a]
@@ -178,12 +184,27 @@ class _Builder:
         elif entry.b == Scope.USER and name.startswith("Optimizer."):
             phase = Phase.UPDATE
         chosen = entry.b == Scope.FUNCTION and not inside and self.is_operator(name)
-        stack.append(_Frame(entry.a, chosen, phase))
+        stack.append(_Frame(entry.a, entry.at_ns, chosen, phase))
         if chosen:
             current = next((frame.phase for frame in reversed(stack) if frame.phase is not None), Phase.FORWARD)
             self.ops.append(
                 _Running(name=name, phase=current, begin_ns=entry.at_ns, module=self.module, peak_bytes=self.live)
             )
+
+    def call(self, entry: LogEntry) -> None:
+        stack = self.stacks.get(entry.thread, [])
+        if stack and self.names[stack[-1].name] == _MODE:
+            stack[-1].numbers = True
+        # As a rule one; more if this overload of the operator is composed of others.
+        if any(frame.chosen for frame in stack):
+            self.calls.setdefault(self.next_op - 1, []).append(entry.a)
+
+    def ended(self, frame: _Frame, outer: _Frame | None, at_ns: int) -> None:
+        """Take note of how long the mode that numbers took beside the call it let pass."""
+        if self.ops and frame.numbers:
+            self.ops[-1].numbering_ns += at_ns - frame.begin_ns
+        if self.ops and outer is not None and outer.numbers:
+            self.ops[-1].numbering_ns -= at_ns - frame.begin_ns
 
     def current(self, thread: int) -> _Running | None:
         """Return the operator whose operands are being listed: only the chosen call itself, not those inside it."""
@@ -259,13 +280,19 @@ class _Builder:
             torch_version=torch_version,
         )
         use_events = tuple(tuple(self.saved[record].use_events) for record in self.order)
-        return Recorded(trace=trace, positions=tuple(self.positions), use_events=use_events, calls=self.calls)
+        return Recorded(
+            trace=trace,
+            positions=tuple(self.positions),
+            use_events=use_events,
+            calls=self.calls,
+            numbering_s=sum(op.numbering_ns for op in self.ops) / 1e9,
+        )
 
     def _ops(self, end_ns: int) -> tuple[Op, ...]:
         ops, start_s = [], 0.0
         for index, op in enumerate(self.ops):
             stop_ns = self.ops[index + 1].begin_ns if index + 1 < len(self.ops) else end_ns
-            duration_s = max(0, stop_ns - op.begin_ns - op.stall_ns) / 1e9
+            duration_s = max(0, stop_ns - op.begin_ns - op.stall_ns - op.numbering_ns) / 1e9
             ops.append(
                 Op(
                     name=op.name,

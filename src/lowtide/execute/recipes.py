@@ -7,8 +7,9 @@ is, from a record of the runtime, or made by an earlier call.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -82,8 +83,8 @@ class Made:
 class Call:
     """An operator with its arguments flattened: operands for tensors, the values themselves for the rest.
 
-    `numerics`: the settings it ran under. `stale`: one of its operands was changed since, so it would make something
-    else now.
+    `numerics`: the settings it ran under. `duration_s`: how long it took. `stale`: an operand was changed since, so it
+    would make something else now.
     """
 
     number: int
@@ -91,6 +92,7 @@ class Call:
     leaves: list[object]
     spec: TreeSpec
     numerics: Numerics
+    duration_s: float = 0.0
     stale: bool = False
 
     def made(self) -> Iterator[Made]:
@@ -109,7 +111,8 @@ class Product:
     """A storage by the calls that made it what it is: the first allocated it, as its output number `output`.
 
     `serial`: the memory it is in. `version`: the tensor's when it was last seen (None: it was changed by a call since).
-    `whole`: nobody else changed it. `record`: what the runtime knows it by, while it does.
+    `whole`: nobody else changed it. `record`: what the runtime knows it by, while it does. `touched_s`: when somebody
+    last made or read it.
     """
 
     calls: list[Call]
@@ -119,6 +122,7 @@ class Product:
     version: int | None
     whole: bool = True
     record: int | None = None
+    touched_s: float = field(default_factory=time.perf_counter)
 
     @property
     def changes(self) -> int:
@@ -143,6 +147,24 @@ class Product:
             yield call
             for operand in call.made():
                 waiting += operand.product.calls[: operand.changes + 1]
+
+    def own(self) -> tuple[float, list[int]]:
+        """Return how long the calls took that make it from records, and which records those are."""
+        total_s, sources = 0.0, dict[int, None]()
+        seen: set[int] = set()
+        waiting = list(self.calls)
+        while waiting:
+            call = waiting.pop()
+            if call.number in seen:
+                continue
+            seen.add(call.number)
+            total_s += call.duration_s
+            for operand in call.made():
+                if operand.product.record is None or operand.product is self:
+                    waiting += operand.product.calls[: operand.changes + 1]
+                else:
+                    sources[operand.product.record] = None
+        return total_s, list(sources)
 
     def can_be_made(self) -> bool:
         """Tell whether running its calls again gives the same bytes."""

@@ -14,6 +14,7 @@ docs/limits.md.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
 from lowtide.execute.lending import Lending
+from lowtide.execute.neighbourhoods import Neighbourhoods
 from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
     Call,
@@ -54,6 +56,11 @@ def can_watch() -> bool:
     """Tell whether every call can be seen: not inside what `torch.compile` made, nor where it would not be let run."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
+
+
+def _is_forward() -> bool:
+    """Tell whether autograd may save what a call makes: it runs neither in backward nor without gradients."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 class Remakes(Protocol):
@@ -115,12 +122,13 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._recipes: dict[int, Product] = {}
         self._readers: dict[int, list[weakref.ref[Call]]] = {}
         self._number = 0
-        self._wanted: Collection[int] = ()
+        self._wanted: Collection[int] | None = ()
         self._last = -1
         self._marks = False
         self._active = False
         self._on = False
         self._lending = Lending(self._before_lending)
+        self._neighbourhoods = Neighbourhoods(lambda record: self._recipes[record].own())
         self.ran = 0
         self.busy_s = 0.0
 
@@ -131,18 +139,18 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     # ---- the step ----
 
-    def begin(self, *, wanted: Collection[int], marks: bool) -> None:
-        """Start to number calls from zero; remember the `wanted` ones, or mark all in the log."""
+    def begin(self, *, wanted: Collection[int] | None, marks: bool) -> None:
+        """Start to number calls from zero; remember the `wanted` ones (see `want`), or mark all in the log."""
         self._number = 0
         watches = can_watch()
         self.want(wanted if watches else ())
         self._marks = marks and watches
         self._active = self.is_needed
 
-    def want(self, wanted: Collection[int]) -> None:
-        """Remember these calls of the step, as far as they are still to come."""
+    def want(self, wanted: Collection[int] | None) -> None:
+        """Remember these calls of the step, as far as they are still to come (None: all of forward)."""
         self._wanted = wanted
-        self._last = max(wanted, default=-1)
+        self._last = sys.maxsize if wanted is None else max(wanted, default=-1)
 
     @property
     def is_needed(self) -> bool:
@@ -160,6 +168,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._marks = self._active = False
         self._products.clear()
         self._readers.clear()
+        self._neighbourhoods.clear()
         for record in [record for record in list(self._recipes) if not self._records.is_dropped(record)]:
             self._release(record)
 
@@ -203,6 +212,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Take note that autograd has a record's tensor, which may be in other memory than it was: see `_follow`."""
         product = self._recipes.get(record)
         if product is not None:
+            product.touched_s = time.perf_counter()
             self._follow(product, self._backend.serial(tensor))
 
     def gone(self, record: int) -> None:
@@ -214,7 +224,25 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         product = self._recipes.get(record)
         if product is None or not product.can_be_made():
             return None
-        return self._backend.discard(record)
+        discarded = self._backend.discard(record)
+        if discarded:
+            self._neighbourhoods.dropped(record)
+        return discarded
+
+    # ---- what a policy may ask ----
+
+    def recompute_s(self, record: int) -> float:
+        """Return how long it would take to make a record again, with everything dropped that hangs together with it."""
+        product = self._recipes.get(record)
+        if product is None or not product.whole:
+            return math.inf
+        self._neighbourhoods.learn(list(self._recipes))
+        return self._neighbourhoods.cost_s(record)
+
+    def staleness_s(self, record: int) -> float:
+        """Return how long ago a record was last read or made."""
+        product = self._recipes.get(record)
+        return 0.0 if product is None else time.perf_counter() - product.touched_s
 
     def _release(self, record: int) -> None:
         product = self._recipes.pop(record, None)
@@ -245,7 +273,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if self._marks:
             self._backend.mark_call(number)
         writes = writes_of(func)
-        wanted = number in self._wanted
+        wanted = _is_forward() if self._wanted is None else number in self._wanted
         if writes is None and not wanted:
             return func(*args, **kwargs)
         targets: list[int] = []
@@ -254,6 +282,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             for serial in (*targets, *(self._backend.serial(tensor) for tensor in writes.moved_along(args))):
                 self._before_write(serial)
         call = self._remember(number, func, args, kwargs, writes, targets) if wanted else None
+        begun_s = time.perf_counter()
         try:
             result = func(*args, **kwargs)
         except BaseException:
@@ -261,6 +290,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             raise
         self._changed(call, targets)
         if call is not None:
+            call.duration_s = time.perf_counter() - begun_s
             self._made(call, result, args, kwargs)
         if number == self._last:
             # What was not saved is known by now to whoever is made from it.
@@ -301,6 +331,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         product = self._products.get(serial)
         if product is not None:
             product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            product.touched_s = time.perf_counter()
             if product.whole and product.dtype == tensor.dtype:
                 return Made(product, Layout.of(tensor), product.changes)
         if serial in targets:
@@ -381,6 +412,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                     if self._backend.adopt(record, tensor):
                         self._follow(product, self._backend.serial(tensor))
                         del tensor
+                        self._neighbourhoods.remade(record)
                         self._records.remade(record)
                     elif self._records.is_dropped(record):
                         raise AssertionError(f"record {record} was made again with another size")

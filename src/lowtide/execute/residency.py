@@ -91,7 +91,7 @@ class Residency:
 
     def __init__(self, victims: Victims, *, discards: bool = False) -> None:
         self._victims = victims
-        self._discards = discards
+        self.discards = discards
         self._entries: dict[int, _Entry] = {}
         self._by_key: dict[int, int] = {}
         self._swapped: frozenset[int] = frozenset()
@@ -228,7 +228,7 @@ class Residency:
                 self._by_key.pop(entry.key, None)
                 return self._name(record, key)
             case Unmakeable(record):
-                entry.where, entry.drop = Residence.RESIDENT, False
+                entry.where, entry.drop, entry.leave = Residence.RESIDENT, False, True
                 return self._send_away(record, entry)
             case Needed(record):
                 entry.last_access = self._clock
@@ -342,12 +342,11 @@ class Residency:
         if missing <= 0:
             return
         for record in self._victims(self, missing):
-            if self._discards:
-                yield from self._discard([record])
-                continue
             entry = self._entries[record]
             if entry.where is Residence.CLEAN:
                 yield Drop(record)
+            elif self.discards:
+                yield from self._discard([record])
             elif entry.where is Residence.RESIDENT:
                 entry.where = Residence.LEAVING
                 yield Write(record)

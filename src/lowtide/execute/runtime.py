@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,7 @@ from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanag
 from lowtide.execute.remaker import Remaker, can_watch
 from lowtide.execute.residency import Residence, Residency
 from lowtide.execute.steps import Matcher
+from lowtide.execute.view import DroppingView
 from lowtide.plan.policy import Policy
 
 Handle = KeptTensor | SavedTensor
@@ -36,9 +37,10 @@ class Runtime:
     ) -> None:
         self.backend = backend
         self.matcher = Matcher()
-        self.machine = Residency(policy.victims)
+        self.machine = Residency(self._victims)
         self.unmanaged: Counter[str] = Counter()
         self.failure: BaseException | None = None
+        self._policy = policy
         self._least_bytes = least_bytes
         self._strict = strict
         self._lock = threading.RLock()
@@ -62,16 +64,15 @@ class Runtime:
         with self._lock:
             self._settle()
             self.machine.begin_step()
+            self.machine.discards = self._remakes and bool(getattr(self._policy, "recompute_victims", False))
             self._key_of.clear()
             self._next_key = 0
             self._follow(self.matcher.begin() is not None)
             self._expect()
             if self.remaker is not None:
-                plan = self.matcher.followed
-                wanted = plan.calls if plan is not None and self._remakes else ()
                 # In every recording: with a mode on, PyTorch takes other ways through some operators (attention),
                 # so a step that is watched has to be planned from one that was.
-                self.remaker.begin(wanted=wanted, marks=recording)
+                self.remaker.begin(wanted=self._wanted_calls(), marks=recording)
                 if self._hooked:  # a step of a script begins inside the hooks of the one before
                     self.remaker.watch(nested=False)
         self.backend.prepare()
@@ -112,6 +113,19 @@ class Runtime:
             self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, dropped=plan.dropped))
         else:
             self._run(self.machine.follow(swapped=plan.swapped | plan.dropped, uses=plan.uses))
+
+    def _wanted_calls(self) -> Collection[int] | None:
+        """Return the calls of this step that are to be remembered (None: all, since any may have to run again)."""
+        if not self._remakes:
+            return ()
+        if self.machine.discards:
+            return None
+        return self.matcher.followed.calls if self.matcher.followed is not None else ()
+
+    def _victims(self, machine: Residency, need_bytes: int) -> Iterator[int]:
+        if machine.discards and self.remaker is not None:
+            return self._policy.victims(DroppingView(machine, self.remaker), need_bytes)
+        return self._policy.victims(machine, need_bytes)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -296,9 +310,8 @@ class Runtime:
         self.machine.tick()
         if turn.changed:
             self._follow(True)
-            if self.remaker is not None and self._remakes:
-                followed = self.matcher.followed
-                self.remaker.want(followed.calls if followed is not None else ())
+            if self.remaker is not None:
+                self.remaker.want(self._wanted_calls())
         self._expect()
         if turn.leave:
             self._run(self.machine.on(e.Leave(turn.leave)))

@@ -34,9 +34,9 @@ from lowtide.tiers.open import Spill
 _RECORDINGS = 2
 # Steps to record after one that matched no plan: it is planned once it repeats (R8).
 _ALERT_STEPS = 8
-# What a watched step takes longer, by call. Measured: 5 us to see one in Python on its way to the kernel, 100 us to
+# What a watched step takes longer, by call, beside what a recording says about seeing them all. Measured: 100 us to
 # remember one that is to run again; assumed: every tenth is.
-_WATCH_S = 15e-6
+_REMEMBER_S = 10e-6
 
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class Tide:
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
                 self._trace = recorded.trace
-                self._plan = self._decide(recorded)
+                self._plan = self._policy.plan(self._problem(recorded))
                 matcher.add(compile_plan(self._plan, recorded, signature))
                 times_recorded = self._recorded[signature] = times_recorded + 1
         self._seen.add(hash(signature))
@@ -195,18 +195,17 @@ class Tide:
         elif followed is not None:
             self._alert = 0
 
-    def _decide(self, recorded: Recorded) -> Plan:
-        """Return the policy's plan; one that runs operators again only where their calls were seen."""
+    def _problem(self, recorded: Recorded) -> Problem:
+        """Return what a policy has to plan; it may run operators again only where their calls were seen."""
         calls = sum(len(numbers) for numbers in recorded.calls.values())
-        problem = Problem(
+        return Problem(
             trace=recorded.trace,
             machine=self._machine,
             budget_bytes=self._budget_bytes,
             tier="spill",
             can_recompute=calls > 0,
-            watch_s=calls * _WATCH_S,
+            watch_s=recorded.numbering_s + calls * _REMEMBER_S,
         )
-        return self._policy.plan(problem)
 
     @property
     def _under_pressure(self) -> bool:

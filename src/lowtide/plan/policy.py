@@ -72,6 +72,19 @@ class View(Protocol):
 
 
 @runtime_checkable
+class Costs(Protocol):
+    """What a view knows besides if whoever executes the step can run operators again."""
+
+    def recompute_s(self, record: int) -> float:
+        """Return how long it takes to make a record again, with its evicted neighbourhood."""
+        ...
+
+    def staleness_s(self, record: int) -> float:
+        """Return how long ago a record was last touched."""
+        ...
+
+
+@runtime_checkable
 class Policy(Protocol):
     """Decides offline what a step moves, and online what to give up when memory runs out all the same."""
 

@@ -14,10 +14,14 @@ Block = tuple[float, int, int]
 
 
 class Recording:
-    """Collects what happens, in any order of time, and makes a `Timeline` of it."""
+    """Collects what happens, in any order of time, and makes a `Timeline` of it.
 
-    def __init__(self, trace: Trace) -> None:
+    `watch_s` is what an operator takes longer than the trace says, because the step is watched.
+    """
+
+    def __init__(self, trace: Trace, *, watch_s: float = 0.0) -> None:
         self._trace = trace
+        self._watch_s = watch_s
         self.spans: list[Span] = []
         self.memory: list[tuple[float, int]] = []
         self.peak_bytes = 0
@@ -55,7 +59,7 @@ class Recording:
         self, problem: Problem, plan: Plan | None, *, policy: str, step_s: float, allocator: str | None
     ) -> Timeline:
         """Return the step that was recorded."""
-        compute_s = sum(op.duration_s for op in self._trace.ops)
+        compute_s = sum(op.duration_s + self._watch_s for op in self._trace.ops)
         notes = list(plan.notes) if plan is not None else ["no plan: victims are chosen when memory runs out"]
         reserved_bytes = self.peak_bytes
         if allocator is not None:

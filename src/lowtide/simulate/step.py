@@ -57,7 +57,8 @@ class _Step:
         self.discards = problem.can_recompute and bool(getattr(policy, "recompute_victims", False))
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
-        self.recording = Recording(trace)
+        self.watch_s = problem.watch_s / max(1, len(self.ops)) if remakes else 0.0
+        self.recording = Recording(trace, watch_s=self.watch_s)
         self.state = State(
             problem,
             peak_bytes=planned_peaks(problem, plan),
@@ -102,7 +103,7 @@ class _Step:
             if self.state.equations is not None:
                 self.state.equations.begins(index, moment.used if moment is not None else ())
             self.recording.starts_s.append(clock_s)
-            end_s = clock_s + op.duration_s
+            end_s = clock_s + op.duration_s + self.watch_s
             self.recording.span(Lane.COMPUTE, clock_s, end_s, index)
             clock_s = end_s
             if moment is not None:

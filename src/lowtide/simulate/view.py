@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.execute.residency import Residency
+from lowtide.execute.view import MachineView
 from lowtide.simulate.agenda import Record
 from lowtide.simulate.remake import Remaker
 from lowtide.simulate.state import State
 
 
-class SimulatedView:
+class SimulatedView(MachineView):
     """A `View`, with costs in seconds for policies that drop and recompute (DTR).
 
     `protected` are storages that operators about to run again will read: they are not given up meanwhile.
     """
 
     def __init__(self, state: State, records: Mapping[int, Record], remaker: Remaker | None) -> None:
+        super().__init__(state.machine)
         self._state = state
         self._records = records
         self._remaker = remaker
         self._next_need: dict[int, int] = {}
         self.protected: set[int] = set()
         self.clock_s = 0.0
-
-    @property
-    def _machine(self) -> Residency:
-        return self._state.machine
 
     def needed_next(self, record: int, op: int) -> None:
         """Take down the operator before which a record will have to be back."""
@@ -42,22 +39,6 @@ class SimulatedView:
             for record in found
             if self._records[record].open and self._remaker.can_remake(record, self._next_need[record])
         ]
-
-    def nbytes(self, record: int) -> int:
-        """Return the bytes that giving up `record` frees."""
-        return self._machine.nbytes(record)
-
-    def clean(self, record: int) -> bool:
-        """Tell whether the tier already holds a valid copy."""
-        return self._machine.clean(record)
-
-    def last_access(self, record: int) -> int:
-        """Return the event at which `record` was last touched."""
-        return self._machine.last_access(record)
-
-    def next_use(self, record: int) -> float:
-        """Return the event of the next use (`math.inf`: not known)."""
-        return self._machine.next_use(record)
 
 
 class DroppingView(SimulatedView):

@@ -129,10 +129,11 @@ def test_a_budget_that_dropping_cannot_meet_is_refused_with_numbers() -> None:
         simulated(chain_trace(6), MIB // 2)
 
 
-def test_it_declares_that_it_recomputes_in_the_simulator_only() -> None:
+def test_it_declares_that_it_recomputes() -> None:
     assert Dtr.recompute_victims
+    assert Dtr.recomputes
     assert Dtr.about.family is Family.RECOMPUTE
-    assert Dtr.about.runs == (Runs.SIMULATED,)
+    assert Dtr.about.runs == (Runs.REAL, Runs.SIMULATED)
     trace = chain_trace(3)
     plans = [Dtr().plan(problem_of(trace, MIB, can_recompute=can)) for can in (True, False)]
     assert [plan.prediction for plan in plans] == [None, None]

@@ -131,6 +131,7 @@ OpInfo read_schema(const c10::OperatorHandle& op) {
     info.reads.push_back(!alias || (alias->isWrite() && !argument.is_out()));
   }
   if (name == "aten::native_batch_norm") info.writes[3] = info.writes[4] = true;  // running statistics; not annotated
+  if (name == "aten::native_batch_norm_backward") info.untouched_allocations = 1;
   bool seeded = op.hasTag(at::Tag::nondeterministic_seeded);
   bool decides = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   info.draws_from_default = info.generators.empty() && seeded;

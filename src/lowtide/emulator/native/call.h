@@ -45,6 +45,9 @@ struct OpInfo {
   bool draws_from_default;             // takes no generator, and draws nevertheless
   bool must_run_now;                   // its results decide what the host does next, or it draws random numbers
   bool host_waits;                     // so it does on a real device: what was queued before is over
+  // The CPU's operator begins by allocating what it never touches, and a device's would not: BatchNorm's backward
+  // allocates its first result twice. Should another version of it keep the first, it is moved to device memory.
+  int untouched_allocations;
 };
 const OpInfo& info_of(const c10::OperatorHandle& op);
 

@@ -73,6 +73,10 @@ class Front final : public c10::Allocator {
 
   at::DataPtr allocate(size_t n) override {
     const c10::Device cpu(c10::DeviceType::CPU);
+    if (untouched_allocations > 0) {
+      --untouched_allocations;
+      return behind.load()->allocate(n);
+    }
     if (prepared)
       for (auto& output : *prepared)
         if (!output.taken && output.nbytes == n) {

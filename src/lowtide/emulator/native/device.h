@@ -61,6 +61,12 @@ struct Prepared {
   bool taken;
 };
 inline thread_local std::vector<Prepared>* prepared = nullptr;
+// How many allocations of the kernel on this thread, from the next on, it will let go untouched: no device memory.
+inline thread_local int untouched_allocations = 0;
+struct Untouched {
+  explicit Untouched(int allocations) { untouched_allocations = allocations; }
+  ~Untouched() { untouched_allocations = 0; }
+};
 // Arena bytes that the kernel on this thread holds now, and the most it held.
 inline thread_local int64_t kernel_bytes = 0, kernel_peak_bytes = 0;
 

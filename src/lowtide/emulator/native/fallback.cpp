@@ -118,7 +118,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   BorrowedGenerator generator(info.draws_from_default, call.device_index);
   KernelScope scope(call.device_index, schema.name());
   const size_t memories = call.memories.size();
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  {
+    Untouched allocations(info.untouched_allocations);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
   bool resized = call.pass_on_resizes();
   if (!dressed.to_cpu) {
     if (recipe && !resized) learn(recipe, *stack, returns, call, memories);

@@ -191,7 +191,10 @@ struct Launched {
     auto start = on.activity.begin(Work::kKernel);
     try {
       prepared = &outputs;
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+      {
+        Untouched allocations(info_of(op).untouched_allocations);
+        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+      }
       prepared = nullptr;
       settle();
     } catch (const c10::Error& error) {

@@ -13,25 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import inf
-from typing import Protocol, runtime_checkable
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
-
-
-@runtime_checkable
-class Costs(Protocol):
-    """What a view knows besides if whoever executes the step can run operators again."""
-
-    def recompute_s(self, record: int) -> float:
-        """Return how long it takes to make a record again, with its evicted neighbourhood."""
-        ...
-
-    def staleness_s(self, record: int) -> float:
-        """Return how long ago a record was last touched."""
-        ...
-
+from lowtide.plan.policy import About, Costs, Family, Runs, View, until_covered
 
 Heuristic = Callable[[float, int, float], float]
 
@@ -54,14 +39,16 @@ class Dtr:
     name = "dtr"
     summary = "DTR: when memory runs out, drops what is cheap to make again, large and stale"
     adapts = True
+    recomputes = True
     recompute_victims = True
     about = About(
         family=Family.RECOMPUTE,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.REAL, Runs.SIMULATED),
         paper="Kirisame et al., ICLR 2021",
         reconstructed=(
-            "only what autograd saved is dropped, and only if it can be made again whatever else is dropped; the "
-            "runtime cannot run operators again, so there its victims are swapped and all cost the same"
+            "only what autograd saved is dropped; what cannot be made again is swapped when nothing else is left. In "
+            "the runtime, neighbourhoods are the paper's approximation with union-find, and steps that are recorded "
+            "swap; where the executor cannot run operators again, victims are swapped and all cost the same"
         ),
     )
 
