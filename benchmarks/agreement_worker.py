@@ -46,15 +46,17 @@ def _measure(case: Case) -> dict[str, Any]:
             planned, recorded = index >= case.warmup_steps, index % 2 == 0
             if planned and recorded:
                 tide._alert = 1  # records this step; the plan stays as it is
-            before: dict[str, Any] = tide.stats()
+            before, followed = tide.stats(), tide.plan()
             with tide.step():
                 training.step()
             stats: dict[str, Any] = tide.stats()
             if planned and not recorded:
-                measured.append({**stats, "recompute_s": stats["recompute_s"] - before["recompute_s"]})
+                again_s = stats["recompute_s"] - before["recompute_s"]
+                measured.append({**stats, "recompute_s": again_s, "plan": followed})
         if case.share is None:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
-        plan = tide.plan()
+        plan = measured[-1]["plan"]  # Capuchin changes its plan by what it had to wait for
+        measured = [one for one in measured if one["plan"] == plan]
         problem = _typical([tide._problem(one) for one in recordings[-case.steps :]])
     policy = registry.policy(case.policy)
     timeline = simulate(problem, plan, policy=policy)

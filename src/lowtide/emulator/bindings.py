@@ -18,6 +18,7 @@ _NATIVE = Path(__file__).parent / "native"
 LIBRARY = Library(
     name="liblowtide_sim.so",
     title="the emulator",
+    build_s=30,
     directory=_NATIVE,
     sources=("emulator.cpp",),
     headers=tuple(

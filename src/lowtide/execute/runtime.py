@@ -9,6 +9,7 @@ returned (R3).
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide.errors import SpillFull
 from lowtide.execute import events as e
 from lowtide.execute.backend import Backend, Packed
+from lowtide.execute.feedback import Wait
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
 from lowtide.execute.remaker import Remaker, can_watch
 from lowtide.execute.residency import Residence, Residency
@@ -27,6 +29,9 @@ from lowtide.execute.view import DroppingView
 from lowtide.plan.policy import Policy
 
 Handle = KeptTensor | SavedTensor
+
+# A use of bytes that were on their way waited for them if it took longer than this.
+_LEAST_WAIT_S = 1e-4
 
 
 class Runtime:
@@ -40,6 +45,7 @@ class Runtime:
         self.machine = Residency(self._victims)
         self.unmanaged: Counter[str] = Counter()
         self.failure: BaseException | None = None
+        self.waits: list[Wait] = []
         self._policy = policy
         self._least_bytes = least_bytes
         self._strict = strict
@@ -61,6 +67,7 @@ class Runtime:
         A step that is recorded runs nothing again, it swaps instead: its trace shows what the program does.
         """
         self._remakes = self.remaker is not None and not recording and can_watch()
+        self.waits = []
         with self._lock:
             self._settle()
             self.machine.begin_step()
@@ -194,14 +201,21 @@ class Runtime:
         backend, record = self.backend, handle.record
         handle.check_version(backend.version(handle.pack))
         backend.mark_unpack(handle.pack)
+        where = self.machine.where(record)
         commands = self._pin(record)
         try:
             # A demanded read is queued before the prefetches of this event, which must not delay it.
             self._bring_back(record, commands)
             with self._lock:
+                event = len(self.matcher.signature)
                 awaited = self._advance(-1 - handle.key)
             self._await(awaited)
+            start_s = time.perf_counter()
             tensor = self._attached(record, lambda: backend.tensor(handle.pack, handle.dtype))
+            if where in (Residence.AWAY, Residence.ARRIVING):
+                wait = Wait(handle.key, event, start_s, time.perf_counter(), demanded=where is Residence.AWAY)
+                if wait.end_s - wait.start_s > _LEAST_WAIT_S:
+                    self.waits.append(wait)
             if self.remaker is not None:
                 self.remaker.handed_out(record, tensor)
             backend.prepare()

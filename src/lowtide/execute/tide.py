@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import Self, TypeVar
 
 import torch
@@ -21,12 +22,13 @@ from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, LowtideError
 from lowtide.execute.backend import Usage
+from lowtide.execute.feedback import Planned, executed
 from lowtide.execute.opening import open_backend
 from lowtide.execute.recorder import Recorder
 from lowtide.execute.runtime import Runtime
 from lowtide.execute.steps import compile_plan
 from lowtide.memory.budget import BudgetLike
-from lowtide.plan.policy import Policy
+from lowtide.plan.policy import Observes, Policy
 from lowtide.tiers.open import Spill
 
 # The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
@@ -34,6 +36,8 @@ from lowtide.tiers.open import Spill
 _RECORDINGS = 2
 # Steps to record after one that matched no plan: it is planned once it repeats (R8).
 _ALERT_STEPS = 8
+# How often a policy may change a plan by what it observes: on a noisy machine some step waits for ever.
+_MOST_REVISIONS = 16
 # What a watched step takes longer, by call, beside what a recording says about seeing them all. Measured: 100 us to
 # remember one that is to run again; assumed: every tenth is.
 _REMEMBER_S = 10e-6
@@ -74,6 +78,8 @@ class Tide:
         self._recorder = Recorder(self._backend, models, optimizers)
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
+        self._revisions = 0
+        self._planned: dict[tuple[int, ...], Planned] = {}
         self._seen: set[int] = set()
         self._trace: Trace | None = None
         self._plan: Plan | None = None
@@ -184,9 +190,11 @@ class Tide:
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
                 self._trace = recorded.trace
-                self._plan = self._policy.plan(self._problem(recorded))
-                matcher.add(compile_plan(self._plan, recorded, signature))
+                problem = self._problem(recorded)
+                self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
                 times_recorded = self._recorded[signature] = times_recorded + 1
+        elif followed is not None:
+            self._revise(signature)
         self._seen.add(hash(signature))
         if times_recorded == 0:
             self._alert = _ALERT_STEPS
@@ -194,6 +202,31 @@ class Tide:
             self._alert = max(1, self._alert)
         elif followed is not None:
             self._alert = 0
+
+    def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
+        self._plan = planned.plan
+        self._runtime.matcher.add(compile_plan(planned.plan, planned.recorded, signature))
+        if isinstance(self._policy, Observes):
+            self._planned[signature] = planned
+
+    def _revise(self, signature: tuple[int, ...]) -> None:
+        """Let a policy that observes planned steps change its plan by the one that has just ended."""
+        planned, waits = self._planned.get(signature), self._runtime.waits
+        if planned is None or not waits or planned.revisions >= _MOST_REVISIONS:
+            return
+        assert isinstance(self._policy, Observes)
+        timeline = executed(
+            planned,
+            waits,
+            begun_s=self._started,
+            step_s=self._step_s[-1],
+            recompute_s=0.0,
+            stall_s=self._step_stall_s,
+        )
+        revised = self._policy.observe(planned.problem, planned.plan, timeline)
+        if revised != planned.plan:
+            self._revisions += 1
+            self._follow(replace(planned, plan=revised, revisions=planned.revisions + 1), signature)
 
     def _problem(self, recorded: Recorded) -> Problem:
         """Return what a policy has to plan; it may run operators again only where their calls were seen."""
@@ -245,6 +278,7 @@ class Tide:
             "steps": len(self._step_s),
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
+            "plan_revisions": self._revisions,
             "planned_recomputes": len(self._plan.recomputes) if self._plan is not None else 0,
             **self._runtime.figures(),
             "unmanaged": dict(self._runtime.unmanaged),

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from lowtide.core.plan import Plan, Problem
+from lowtide.core.timeline import Timeline
 
 
 class Runs(StrEnum):
@@ -104,6 +105,15 @@ class Policy(Protocol):
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield records to give up, best first, until `need_bytes` are covered or nothing is left."""
+        ...
+
+
+@runtime_checkable
+class Observes(Protocol):
+    """A policy that sees each step of a plan of its own, and may change the plan for the next."""
+
+    def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+        """Return the plan for the next step, the same one if nothing is to change."""
         ...
 
 

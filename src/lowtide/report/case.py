@@ -10,7 +10,7 @@ from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
 from lowtide.core.units import parse_bytes
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import Policy, Runs
+from lowtide.plan.policy import Observes, Policy, Runs
 from lowtide.simulate import simulate
 
 # How often a policy that learns from steps may change its mind; Capuchin's feedback settles well before.
@@ -44,7 +44,7 @@ def settle(problem: Problem, policy: Policy, *, allocator: str | None = None) ->
         return replace(timeline, budget_bytes=problem.budget_bytes)
 
     timeline = run(plan)
-    observe = getattr(policy, "observe", None)
+    observe = policy.observe if isinstance(policy, Observes) else None
     trials = 0
     while observe is not None and trials < FEEDBACK_STEPS:
         revised = observe(problem, plan, timeline)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import Policy
+from lowtide.plan.policy import Observes, Policy
 from lowtide.simulate.resources import Resources
 from lowtide.simulate.step import simulate
 
@@ -48,7 +48,7 @@ def simulate_run(
     """
     if steps < 1:
         raise BadArgument(f"{steps} steps are none: simulate 1 or more")
-    observe = getattr(policy, "observe", None)
+    observe = policy.observe if isinstance(policy, Observes) else None
 
     def run(plan: Plan | None) -> Timeline:
         return simulate(problem, plan, policy=policy, allocator=allocator, resources=resources, strict=strict)

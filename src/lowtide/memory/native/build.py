@@ -17,10 +17,14 @@ from lowtide.errors import NativeUnavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A shared library of this package: `name` is its file's, `title` what messages call it."""
+    """A shared library of this package: `name` is its file's, `title` what messages call it.
+
+    `build_s` is what building it takes, roughly, on one core of a small machine.
+    """
 
     name: str
     title: str
+    build_s: int
     directory: Path
     sources: tuple[str, ...]
     headers: tuple[str, ...] = ()
@@ -29,6 +33,7 @@ class Library:
 NATIVE = Library(
     name="liblowtide.so",
     title="the native part",
+    build_s=15,
     directory=Path(__file__).parent,
     sources=("budget.cpp", "mover.cpp", "observe.cpp"),
     headers=("lowtide.h",),
@@ -112,7 +117,7 @@ def _announce(library: Library) -> None:
     if _quiet or library.name in _announced:
         return
     _announced.add(library.name)
-    sys.stderr.write(f"lowtide: building {library.title}, once (about 15 s)\n")
+    sys.stderr.write(f"lowtide: building {library.title}, once (about {library.build_s} s)\n")
     sys.stderr.flush()
 
 

@@ -1,0 +1,111 @@
+"""Policies see what an executed step had to wait for, and change their plan by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.timeline import Lane, Timeline
+from lowtide.plan.policies.capuchin import Capuchin
+from lowtide.plan.policies.swap_all import SwapAll
+from lowtide.tiers import FileMedium, Latency
+from tests.execute.training import Need, Training, need
+
+
+class OnDemand(SwapAll):
+    """Asks for nothing in advance until it sees what was waited for; then asks for that one operator earlier."""
+
+    name = "on_demand"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Plan, Timeline]] = []
+
+    def plan(self, problem: Problem) -> Plan:
+        plan = super().plan(problem)
+        swaps = tuple(replace(swap, fetch_op=swap.gap.before_op) for swap in plan.swaps)
+        return replace(plan, policy=self.name, swaps=swaps, prediction=None)
+
+    def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+        self.seen.append((plan, timeline))
+        waited = {(span.storage, span.op) for span in timeline.spans if span.lane is Lane.STALL}
+        swaps = tuple(
+            replace(swap, fetch_op=max(swap.fetch_op - 1, swap.gap.after_op + 1))
+            if (swap.gap.storage, swap.gap.before_op) in waited
+            else swap
+            for swap in plan.swaps
+        )
+        return plan if swaps == plan.swaps else replace(plan, swaps=swaps)
+
+
+class Asked(Capuchin):
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []
+
+    def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+        self.timelines.append(timeline)
+        return super().observe(problem, plan, timeline)
+
+
+@pytest.fixture(scope="module")
+def mlp_need(tmp_path_factory: pytest.TempPathFactory) -> Need:
+    return need(Training, tmp_path_factory.mktemp("need"))
+
+
+def slow_reads(directory: Path) -> Latency:
+    return Latency(FileMedium([directory]), read_s=0.005)
+
+
+def test_a_policy_sees_each_wait_and_its_new_plan_is_followed(mlp_need: Need, tmp_path: Path) -> None:
+    training, policy = Training(), OnDemand()
+    with lowtide.fit(
+        training.model, training.optimizer, budget=mlp_need.share(0.6), spill=slow_reads(tmp_path), policy=policy
+    ) as tide:
+        training.steps(2, tide.step)
+        assert tide.stats()["plan_revisions"] == 0, "recorded steps are not feedback"
+        training.steps(3, tide.step)
+        stats = tide.stats()
+        followed = tide.plan()
+    assert training.result() == Training().steps(5).result()
+    assert len(policy.seen) == 3
+    first_plan, first = policy.seen[0]
+    gaps = {(swap.gap.storage, swap.gap.before_op) for swap in first_plan.swaps}
+    waits = [span for span in first.spans if span.lane is Lane.STALL]
+    assert waits
+    waited = {(span.storage, span.op) for span in waits}
+    assert waited <= gaps, "each is a use that ends a gap of the plan"
+    for span in waits:
+        assert span.cause == "arrival"
+        assert 0 <= span.start_s < span.end_s <= first.step_s
+        assert span.end_s - span.start_s >= 0.004, "the disk takes 5 ms"
+    assert {span.cause for span in first.spans if span.lane is Lane.IN} == {"demand"}
+    assert stats["plan_revisions"] >= 1
+    assert followed != first_plan
+
+
+def test_a_policy_that_waits_for_nothing_is_not_asked(tmp_path: Path) -> None:
+    training, policy = Training(), Asked()
+    with lowtide.fit(training.model, training.optimizer, budget="1GiB", spill=tmp_path, policy=policy) as tide:
+        training.steps(5, tide.step)
+        assert tide.stats()["swapped_in_bytes"] == 0
+    assert policy.timelines == []
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_capuchins_feedback_is_executed_and_exact(recompute: bool, mlp_need: Need, tmp_path: Path) -> None:
+    training, policy = Training(), Asked()
+    with lowtide.fit(
+        training.model,
+        training.optimizer,
+        budget=mlp_need.floor(1.05),
+        spill=slow_reads(tmp_path),
+        policy=policy,
+        recompute=recompute,
+    ) as tide:
+        training.steps(6, tide.step)
+    assert training.result() == Training().steps(6).result()
+    if not recompute:
+        assert policy.timelines, "a disk of 5 ms a read is waited for"
