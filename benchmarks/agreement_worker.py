@@ -57,7 +57,8 @@ def _measure(case: Case) -> dict[str, Any]:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
         plan = measured[-1]["plan"]  # Capuchin changes its plan by what it had to wait for
         measured = [one for one in measured if one["plan"] == plan]
-        problem = _typical([tide._problem(one) for one in recordings[-case.steps :]])
+        made_from = next(one for one in recordings if one.trace is tide.trace())
+        problem = _typical(tide._problem(made_from), [tide._problem(one) for one in recordings[-case.steps :]])
     policy = registry.policy(case.policy)
     timeline = simulate(problem, plan, policy=policy)
     times_s = [one["last_step_s"] for one in measured]
@@ -96,13 +97,13 @@ def _kept_recordings() -> list[Recorded]:
     return kept
 
 
-def _typical(problems: Sequence[Problem]) -> Problem:
-    """Return the last of several recordings of one step, with the median of every operator's times."""
-    last = problems[-1].trace
-    alike = [one.trace for one in problems if len(one.trace.ops) == len(last.ops)]
-    times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(last.ops))]
-    trace = with_durations(last, lambda index, _op: statistics.median(times_s[index]))
-    return replace(problems[-1], trace=trace, watch_s=statistics.median(one.watch_s for one in problems))
+def _typical(planned: Problem, problems: Sequence[Problem]) -> Problem:
+    """Return the problem that was planned, with the medians of several recordings as every operator's times."""
+    names = [op.name for op in planned.trace.ops]
+    alike = [one.trace for one in problems if [op.name for op in one.trace.ops] == names]
+    times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(names))]
+    trace = with_durations(planned.trace, lambda index, _op: statistics.median(times_s[index]))
+    return replace(planned, trace=trace, watch_s=statistics.median(one.watch_s for one in problems))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,12 @@ def test_a_swap_right_after_the_save_leaves_as_soon_as_it_is_free() -> None:
     assert not made.leave
 
 
+def test_a_swap_that_begins_later_than_its_gap_leaves_only_then() -> None:
+    made = compiled(swap(0, 7, 8, 8))
+    assert made.swapped == frozenset()
+    assert made.leave == {2: (0,)}
+
+
 def test_a_swap_between_two_uses_leaves_at_the_first_event_after_its_gap_begins() -> None:
     recorded = Recorded(
         trace=trace(saves=(save(0, packed=0, free=2, uses=(4, 8)),)), positions=(1, 4, 6, 8), use_events=((1, 3),)

@@ -70,18 +70,25 @@ class _Ends:
         self._trace = trace
         self._positions = positions
         self._known: dict[int, list[tuple[int, int]]] = {}
+        self._free: dict[int, int] = {}
         for key, save in enumerate(trace.saves):
+            free_op = len(trace.ops) if save.free_op is None else save.free_op
+            self._free[save.storage] = max(self._free.get(save.storage, 0), free_op)
             self._known.setdefault(save.storage, []).extend((use, key) for use in (*save.uses, save.released_op))
         for known in self._known.values():
             known.sort()
 
     def of(self, gap: Gap) -> tuple[int, int, int | None]:
-        """Return the key, the operator that ends the gap, and the event it leaves at (None: once it can)."""
+        """Return the key, the operator that ends the gap, and the event it leaves at (None: once it can).
+
+        A decision may begin later than the gap it lies in, and end earlier.
+        """
         known = self._known[gap.storage]
-        end_op, key = known[bisect_left(known, (gap.before_op, -1))]  # a decision may end before the gap it lies in
+        end_op, key = known[bisect_left(known, (gap.before_op, -1))]
         save = self._trace.saves[key]
         first = end_op == (save.uses[0] if save.uses else save.released_op)
-        return key, end_op, None if first else bisect_left(self._positions, gap.after_op)
+        at_once = first and gap.after_op <= self._free[gap.storage]
+        return key, end_op, None if at_once else bisect_left(self._positions, gap.after_op)
 
 
 @dataclass(slots=True)
