@@ -51,7 +51,7 @@ class Case:
     floor_bytes: int = 0
     peak_bytes: int = 0
     steps: int = 8
-    warmup_steps: int = 4
+    warmup_steps: int = 8
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -180,10 +180,15 @@ def test_a_swap_between_two_uses_leaves_at_the_first_event_after_its_gap_begins(
     assert made.due == {2: (0,)}
 
 
-def test_a_prefetch_starts_at_the_last_event_before_its_operator() -> None:
-    # Operator 7 begins after event 2 (the unpack before it), operators 3 to 6 after event 1.
+def test_a_prefetch_is_asked_for_at_the_first_event_once_its_operator_may_begin() -> None:
+    # Operator 7 begins after event 2 (the unpack before it); before operator 5, at event 1, there might be no room yet.
     assert compiled(swap(0, 2, 8, 7)).due == {2: (0,)}
-    assert compiled(swap(0, 2, 8, 5)).due == {1: (0,)}
+    assert compiled(swap(0, 2, 8, 5)).due == {2: (0,)}
+
+
+def test_a_prefetch_is_asked_for_before_its_use_in_any_case() -> None:
+    # Operators 3 to 6 begin after event 1, and the next event is the use that ends the gap.
+    assert compiled(swap(1, 3, 7, 5)).due == {1: (1,)}
 
 
 def test_what_is_fetched_on_demand_is_never_due() -> None:

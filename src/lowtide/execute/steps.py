@@ -120,7 +120,7 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
         key, end_op, event = ends.of(swap.gap)
         swapped.add(key, event)
         if swap.fetch_op < end_op:
-            due.setdefault(bisect_right(positions, swap.fetch_op) - 1, []).append(key)
+            due.setdefault(_asked(positions, swap.fetch_op, end_op), []).append(key)
         for barrier_op in (swap.landed_op, swap.arrived_op):
             if barrier_op is not None and barrier_op < swap.gap.before_op:
                 awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
@@ -148,6 +148,15 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
         stage=_staged(swapped.keys, due, recorded.use_events),
         needs=recorded.needs,
     )
+
+
+def _asked(positions: Sequence[int], fetch_op: int, end_op: int) -> int:
+    """Return the event at which a read is asked for: the first once its operator may begin, so that memory is there.
+
+    If that were the use itself, the last one before.
+    """
+    event = bisect_left(positions, fetch_op)
+    return event if event < len(positions) and positions[event] < end_op else bisect_right(positions, fetch_op) - 1
 
 
 def _frozen(events: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
