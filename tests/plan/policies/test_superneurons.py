@@ -13,6 +13,7 @@ from lowtide.core.plan import Problem
 from lowtide.core.trace import Kind, Phase, Save, Storage, Trace
 from lowtide.plan.policies.superneurons import SuperNeurons, drops, largest_need_bytes
 from lowtide.plan.verify import check, replay
+from lowtide.simulate import simulate
 from lowtide.testing.networks import networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, chain_trace, make_trace, problems
@@ -91,15 +92,19 @@ def test_the_four_analytic_peaks_are_met_exactly() -> None:
 
     assert linear_net(LINEAR, liveness=False).peak_bytes == forward + backward == 2700
     assert trace.peak_bytes == forward + last == 1500
+    for unbounded, peak_bytes in ((linear_net(LINEAR, liveness=False), 2700), (trace, 1500)):
+        assert simulate(problem_of(unbounded, 1 << 40), None).peak_bytes == peak_bytes
 
     offload = problem_of(trace, cheap + last)
     plan = SuperNeurons(recompute=False).plan(offload)
     assert replay(plan, offload).peak_bytes == predicted(plan).peak_bytes == cheap + last == 900
+    assert simulate(offload, plan, strict=True).peak_bytes == 900
     assert {LINEAR[swap.gap.storage][0] for swap in plan.swaps} == {"conv"}
 
     recompute = problem_of(trace, largest, can_recompute=True)
     plan = SuperNeurons().plan(recompute)
     assert replay(plan, recompute).peak_bytes == predicted(plan).peak_bytes == largest == 800
+    assert simulate(recompute, plan, strict=True).peak_bytes == 800
     assert largest_need_bytes(trace) == largest
     # The last layer's output is needed at once; all other cheap ones are dropped.
     dropped = {one.gap.storage for one in plan.recomputes}

@@ -1,4 +1,4 @@
-"""The native part as a typed Python object: what `budget.cpp`, `mover.cpp` and `observe.cpp` export."""
+"""The native part as a typed Python object: what the C++ files beside this one export."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ NATIVE = Library(
     title="the native part",
     build_s=15,
     directory=Path(__file__).parent,
-    sources=("budget.cpp", "mover.cpp", "observe.cpp"),
-    headers=("lowtide.h",),
+    sources=("budget.cpp", "mover.cpp", "observe.cpp", "records.cpp"),
+    headers=("lowtide.h", "mover.h", "pages.h"),
 )
 
 # Words of a failed compiler, and what helps; the first that fits is said.

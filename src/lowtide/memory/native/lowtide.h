@@ -1,4 +1,4 @@
-// What the native parts share: the budget (budget.cpp), the movers (mover.cpp) and the log (observe.cpp).
+// What the native parts share: the budget (budget.cpp), the movers and their records (mover.h) and the log (observe.cpp).
 #pragma once
 #include <Python.h>
 #include <c10/core/Allocator.h>

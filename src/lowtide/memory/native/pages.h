@@ -1,0 +1,272 @@
+// Large blocks: ranges of whole pages under the budget, and the counters that the budget is kept by.
+//
+// Freed ranges are kept, merged with their neighbours, and handed out again by best fit, so that a step that repeats its
+// sizes neither faults nor zeroes pages. What is scarce is physical memory, not addresses: when no kept range is long
+// enough, kept pages are moved side by side into a new range of addresses (mremap), which costs page-table work instead
+// of zeroing, and fragmentation can never make an allocation fail.
+#pragma once
+#include "lowtide.h"
+
+#include <malloc.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+namespace lowtide {
+
+struct Counters {
+  std::atomic<int64_t> live{0}, reserved{0}, peak_live{0}, peak_reserved{0}, budget{0}, foreign{0};
+  std::atomic<int64_t> serial{0}, stall_ns{0}, fresh_bytes{0}, moved_bytes{0}, trimmed_bytes{0}, refused{0};
+};
+inline Counters counters;
+
+inline void raise_to(std::atomic<int64_t>& peak, int64_t value) {
+  int64_t seen = peak.load(std::memory_order_relaxed);
+  while (value > seen && !peak.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+inline bool try_reserve(int64_t n) {
+  int64_t held = counters.reserved.load();
+  int64_t budget;
+  do {
+    budget = counters.budget.load(std::memory_order_relaxed);
+    if (budget && held + n > budget) return false;
+  } while (!counters.reserved.compare_exchange_weak(held, held + n));
+  raise_to(counters.peak_reserved, held + n);
+  return true;
+}
+
+inline void count_live(int64_t n) {
+  raise_to(counters.peak_live, counters.live.fetch_add(n) + n);
+}
+
+// Bytes in small blocks now, and the most since malloc last gave its free pages back: it may still hold the difference.
+inline std::atomic<int64_t> small_live{0}, small_high{0};
+
+// Called before memory is taken from the kernel: malloc's free pages must not come on top of the budget.
+inline void trim_malloc_if_needed() {
+  constexpr int64_t kWorthTrimming = 1 << 20;
+  int64_t small = small_live.load(), held = small_high.load() - small;
+  int64_t budget = counters.budget.load(std::memory_order_relaxed);
+  if (!budget || held < kWorthTrimming || counters.reserved.load() + held <= budget) return;
+  small_high = small;
+  malloc_trim(0);
+}
+
+struct Block {
+  int64_t bytes;
+  int64_t serial;
+};
+
+// All kept (free) ranges and all live large blocks. Guarded by `mutex`.
+class Pages {
+ public:
+  std::mutex mutex;
+
+  // A range of exactly `n` bytes within the budget, or nullptr.
+  char* take(int64_t n) {
+    auto fit = by_size_.lower_bound({n, nullptr});
+    if (fit != by_size_.end()) {
+      char* start = fit->second;
+      int64_t length = fit->first;
+      forget(start, length);
+      if (length > n) keep(start + n, length - n);
+      return start;
+    }
+    if (try_reserve(n))
+      if (char* fresh = map_fresh(n)) return fresh;
+    return kept_ > 0 ? assemble(n) : nullptr;
+  }
+
+  void keep_merged(char* start, int64_t length) {
+    auto after = by_start_.lower_bound(start);
+    if (after != by_start_.end() && after->first == start + length) {
+      length += after->second;
+      forget(after->first, after->second);
+    }
+    auto before = by_start_.lower_bound(start);
+    if (before != by_start_.begin()) {
+      --before;
+      if (before->first + before->second == start) {
+        char* joined = before->first;
+        length += before->second;
+        forget(before->first, before->second);
+        start = joined;
+      }
+    }
+    keep(start, length);
+  }
+
+  // Return kept pages to the kernel until `n` more bytes could be reserved, or none are kept.
+  void trim_for(int64_t n) {
+    while (kept_ > 0) {
+      int64_t budget = counters.budget.load();
+      int64_t excess = budget ? counters.reserved.load() + n - budget : 0;
+      if (excess <= 0) return;
+      unmap_some(round_to_page(excess));
+    }
+  }
+
+  void trim_all() {
+    while (kept_ > 0) unmap_some(kept_);
+  }
+
+  int64_t kept() const {
+    return kept_;
+  }
+
+  std::unordered_map<void*, Block> live;
+
+ private:
+  void keep(char* start, int64_t length) {
+    by_start_.emplace(start, length);
+    by_size_.emplace(length, start);
+    kept_ += length;
+  }
+
+  void forget(char* start, int64_t length) {
+    by_start_.erase(start);
+    by_size_.erase({length, start});
+    kept_ -= length;
+  }
+
+  char* map_fresh(int64_t n) {
+    trim_malloc_if_needed();
+    void* p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+      counters.reserved -= n;
+      return nullptr;
+    }
+    seams_.insert(static_cast<char*>(p));
+    if (n >= (2 << 20)) madvise(p, n, MADV_HUGEPAGE);
+    counters.fresh_bytes += n;
+    return static_cast<char*>(p);
+  }
+
+  void unmap_some(int64_t at_most) {
+    // The smallest ranges go first: they are the least likely to fit anything.
+    auto victim = by_size_.begin();
+    char* start = victim->second;
+    int64_t length = victim->first;
+    forget(start, length);
+    int64_t cut = std::min(length, at_most);
+    if (cut < length) keep(start, length - cut);
+    munmap(start + (length - cut), cut);
+    drop_seams(start + (length - cut), cut);
+    if (cut < length) seams_.insert(start);
+    counters.reserved -= cut;
+    counters.trimmed_bytes += cut;
+  }
+
+  void drop_seams(char* start, int64_t length) {
+    seams_.erase(seams_.lower_bound(start), seams_.lower_bound(start + length));
+    seams_.insert(start + length);  // whatever follows is a mapping of its own now
+  }
+
+  // A range of `n` bytes made of kept pages, moved side by side, and of fresh ones where those do not suffice.
+  char* assemble(int64_t n) {
+    constexpr int64_t kWorthMoving = 256 << 10;
+    constexpr size_t kMostSeams = 20000;  // the kernel allows 65,530 mappings for each process
+    int64_t movable = 0;
+    if (seams_.size() < kMostSeams)
+      for (auto it = by_size_.lower_bound({kWorthMoving, nullptr}); it != by_size_.end() && movable < n; ++it)
+        movable += it->first;
+    int64_t moved = std::min(movable, n);
+    int64_t fresh = n - moved;
+    if (fresh > 0) {
+      // Ranges too small to move go back to the kernel, so that as much can be mapped afresh. Ranges that will be moved
+      // stay counted as reserved all along.
+      while (!try_reserve(fresh)) {
+        auto smallest = by_size_.begin();
+        if (smallest == by_size_.end() || (movable && smallest->first >= kWorthMoving)) return nullptr;
+        unmap_some(smallest->first);
+      }
+    }
+    auto* target = static_cast<char*>(
+        mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (target == MAP_FAILED) {
+      counters.reserved -= fresh;
+      return nullptr;
+    }
+    int64_t filled = 0, taken = 0;
+    while (filled < moved) {
+      auto largest = std::prev(by_size_.end());
+      char* start = largest->second;
+      int64_t length = largest->first;
+      forget(start, length);
+      int64_t used = std::min(length, moved - filled);
+      if (used < length) keep(start + used, length - used);
+      taken += used;
+      if (!move_pages(start, used, target + filled)) {
+        // Out of mappings, most likely. The pages of this piece are lost to us either way; map the rest afresh.
+        break;
+      }
+      filled += used;
+    }
+    // Pages of a piece that could not be moved are gone, but still counted; pieces not reached stay kept, and so what
+    // replaces them has to be reserved.
+    if (taken < moved && !try_reserve(moved - taken)) {
+      drop_seams(target, n);
+      munmap(target, n);
+      counters.reserved -= taken + fresh;
+      return nullptr;
+    }
+    taken = moved;
+    if (filled < n) {
+      int64_t rest = n - filled;
+      void* p = mmap(target + filled, rest, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+      if (p == MAP_FAILED) {
+        munmap(target, n);
+        counters.reserved -= taken + fresh;
+        return nullptr;
+      }
+      if (rest >= (2 << 20)) madvise(p, rest, MADV_HUGEPAGE);
+      seams_.insert(target + filled);
+      counters.fresh_bytes += rest;
+    }
+    counters.moved_bytes += filled;
+    return target;
+  }
+
+  // Move whole mappings (mremap refuses to cross a seam). On failure the source pages are unmapped.
+  bool move_pages(char* from, int64_t length, char* to) {
+    char* end = from + length;
+    char* piece = from;
+    bool ok = true;
+    while (piece < end) {
+      auto seam = seams_.upper_bound(piece);
+      char* stop = seam == seams_.end() ? end : std::min(*seam, end);
+      int64_t bytes = stop - piece;
+      if (ok && mremap(piece, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to) {
+        seams_.insert(to);
+      } else {
+        ok = false;
+        munmap(piece, bytes);
+      }
+      to += bytes;
+      piece = stop;
+    }
+    drop_seams(from, length);
+    return ok;
+  }
+
+  std::map<char*, int64_t> by_start_;
+  std::set<std::pair<int64_t, char*>> by_size_;
+  std::set<char*> seams_;  // a superset of the addresses where one of our mappings begins
+  std::atomic<int64_t> kept_{0};
+};
+
+// Never destroyed: blocks may be freed while the process exits.
+inline Pages& pages() {
+  static Pages* instance = new Pages;
+  return *instance;
+}
+
+}  // namespace lowtide
