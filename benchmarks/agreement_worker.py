@@ -48,9 +48,7 @@ def _measure(case: Case) -> dict[str, Any]:
             if planned and recorded:
                 tide._alert = 1  # records this step; the plan stays as it is
             if index == case.warmup_steps:
-                runtime._MOST_REVISIONS = (
-                    0  # Capuchin has changed its plan by what it had to wait for; now it is settled
-                )
+                runtime._MOST_LESSONS = 0  # Capuchin has changed its plan by its waits: now it is settled
             before: dict[str, Any] = tide.stats()
             with tide.step():
                 training.step()
@@ -103,7 +101,7 @@ def _kept_recordings() -> list[Recorded]:
 def _typical(planned: Problem, problems: Sequence[Problem]) -> Problem:
     """Return the problem that was planned, with the medians of several recordings as every operator's times."""
     names = [op.name for op in planned.trace.ops]
-    alike = [one.trace for one in problems if [op.name for op in one.trace.ops] == names]
+    alike = [one.trace for one in (planned, *problems) if [op.name for op in one.trace.ops] == names]
     times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(names))]
     trace = with_durations(planned.trace, lambda index, _op: statistics.median(times_s[index]))
     return replace(planned, trace=trace, watch_s=statistics.median(one.watch_s for one in problems))

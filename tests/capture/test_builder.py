@@ -71,6 +71,27 @@ def test_a_composite_call_is_replaced_by_what_is_inside_it() -> None:
     assert [op.name for op in log.build().trace.ops] == ["aten::t", "aten::addmm"]
 
 
+def test_what_numbering_a_call_takes_is_no_part_of_its_operator() -> None:
+    mode = "PythonDispatchMode"
+
+    def called(number: int | None) -> Log:
+        """An operator of 12 us: 5 us of a mode before the call it lets pass, 3 us after it."""
+        log = Log().begin("aten::mm").begin(mode)
+        if number is not None:
+            log.add(Event.CALL, number)
+        log.now_ns = 1_000_000 + 6000
+        log.op("aten::mm", makes=1)
+        log.now_ns += 2000
+        return log.end(mode).end("aten::mm")
+
+    numbered, other = called(7).build(), called(None).build()
+    [op] = numbered.trace.ops
+    assert numbered.calls == {0: [7]}
+    assert numbered.numbering_s * 1e6 == 8
+    assert op.duration_s * 1e6 == other.trace.ops[0].duration_s * 1e6 - 8
+    assert other.numbering_s == 0, "a mode of the program's takes its time in every step"
+
+
 def test_what_an_operator_calls_itself_is_a_part_of_it() -> None:
     log = Log().begin("aten::conv").op("aten::inner", makes=1, reads={9: 0}).end("aten::conv", writes={1: 0})
     trace = log.build().trace

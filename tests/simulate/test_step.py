@@ -89,6 +89,15 @@ def test_operators_run_again_before_the_one_that_needs_what_was_dropped() -> Non
     assert timeline.moved_out_bytes == 0
 
 
+def test_a_step_that_runs_operators_again_is_watched_and_others_are_not() -> None:
+    watched = replace(PROBLEM, budget_bytes=400, can_recompute=True, watch_s=0.8)
+    again = run(recomputes=(Recompute(gap=Gap(storage=0, after_op=2, before_op=7), ops=(0,)),), problem=watched)
+    assert again.step_s == pytest.approx(12.0 + 1.0 + 0.8)
+    assert again.compute_s == pytest.approx(12.8)
+    assert again.stall_s == pytest.approx(0.0)
+    assert run(problem=replace(watched, budget_bytes=1 << 20)).step_s == pytest.approx(12.0)
+
+
 def test_a_storage_that_cannot_be_made_again_is_named() -> None:
     ops = (replace(TRACE.ops[0], name="aten::native_dropout"), *TRACE.ops[1:])
     problem = replace(PROBLEM, trace=replace(TRACE, ops=ops), can_recompute=True)

@@ -27,12 +27,12 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with what it was made from; `revisions` counts the plans that it replaces."""
+    """A plan with what it was made from; `lessons` counts the steps that its policy has looked at."""
 
     problem: Problem
     recorded: Recorded
     plan: Plan
-    revisions: int = 0
+    lessons: int = 0
 
 
 def executed(
@@ -42,6 +42,8 @@ def executed(
     trace, positions = planned.problem.trace, planned.recorded.positions
     spans: list[Span] = []
     for wait in waits:
+        if wait.key >= len(trace.saves) or wait.event >= len(positions):
+            continue  # of an earlier step's graph, which numbers its saves otherwise
         storage = trace.saves[wait.key].storage
         start_s, end_s, op = wait.start_s - begun_s, wait.end_s - begun_s, positions[wait.event]
         nbytes, cause = trace.storages[storage].nbytes, "demand" if wait.demanded else "prefetch"

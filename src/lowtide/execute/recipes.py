@@ -8,7 +8,8 @@ is, from a record of the runtime, or made by an earlier call.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -72,11 +73,26 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An operand that a call of the same step made, as it was after so many `changes`."""
+    """An operand that a call of the same step made, as it was after so many `changes`.
 
-    product: Product
+    A call that changes it in place is one of its own, and only refers to it weakly: nothing is kept by a circle.
+    """
+
+    reference: Callable[[], Product | None]
     layout: Layout
     changes: int
+
+    @staticmethod
+    def of(product: Product, layout: Layout, *, own: bool = False) -> Made:
+        """Return a product as it is now; `own`: for a call that changes it."""
+        return Made(weakref.ref(product) if own else lambda: product, layout, product.changes)
+
+    @property
+    def product(self) -> Product:
+        """The product, which whoever asks holds."""
+        product = self.reference()
+        assert product is not None, "a call outlived what it changed"
+        return product
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -106,7 +122,7 @@ class Call:
         return self.stale or any(isinstance(leaf, (Kept, Source)) and leaf.is_changed() for leaf in self.leaves)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Product:
     """A storage by the calls that made it what it is: the first allocated it, as its output number `output`.
 

@@ -58,11 +58,6 @@ def can_watch() -> bool:
     return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
 
 
-def _is_forward() -> bool:
-    """Tell whether autograd may save what a call makes: it runs neither in backward nor without gradients."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
 class Remakes(Protocol):
     """What a backend offers whose records can be given up and made again."""
 
@@ -120,15 +115,17 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._lock = threading.RLock()
         self._products: dict[int, Product] = {}
         self._recipes: dict[int, Product] = {}
+        self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
         self._readers: dict[int, list[weakref.ref[Call]]] = {}
         self._number = 0
         self._wanted: Collection[int] | None = ()
         self._last = -1
         self._marks = False
         self._active = False
+        self._forward = False
         self._on = False
         self._lending = Lending(self._before_lending)
-        self._neighbourhoods = Neighbourhoods(lambda record: self._recipes[record].own())
+        self._neighbourhoods = self._no_neighbours()
         self.ran = 0
         self.busy_s = 0.0
 
@@ -168,9 +165,10 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._marks = self._active = False
         self._products.clear()
         self._readers.clear()
-        self._neighbourhoods.clear()
+        self._neighbourhoods = self._no_neighbours()  # another thread may still look at the old ones
         for record in [record for record in list(self._recipes) if not self._records.is_dropped(record)]:
             self._release(record)
+        self._left = set(self._recipes)
 
     # ---- on and off ----
 
@@ -222,7 +220,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def discard(self, record: int) -> bool | None:
         """Give a record up; False if it cannot be moved now, None if it could not be made again."""
         product = self._recipes.get(record)
-        if product is None or not product.can_be_made():
+        if product is None or record in self._left or not product.can_be_made():
             return None
         discarded = self._backend.discard(record)
         if discarded:
@@ -234,18 +232,27 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def recompute_s(self, record: int) -> float:
         """Return how long it would take to make a record again, with everything dropped that hangs together with it."""
         product = self._recipes.get(record)
-        if product is None or not product.whole:
+        if product is None or not product.whole or record in self._left:
             return math.inf
-        self._neighbourhoods.learn(list(self._recipes))
-        return self._neighbourhoods.cost_s(record)
+        neighbourhoods = self._neighbourhoods
+        neighbourhoods.learn([record])
+        return neighbourhoods.cost_s(record)
 
     def staleness_s(self, record: int) -> float:
         """Return how long ago a record was last read or made."""
         product = self._recipes.get(record)
         return 0.0 if product is None else time.perf_counter() - product.touched_s
 
+    def _no_neighbours(self) -> Neighbourhoods:
+        def own(record: int) -> tuple[float, Sequence[int]]:
+            product = self._recipes.get(record)  # None: it went meanwhile, on another thread
+            return (math.inf, ()) if product is None else product.own()
+
+        return Neighbourhoods(own)
+
     def _release(self, record: int) -> None:
         product = self._recipes.pop(record, None)
+        self._left.discard(record)
         if product is not None and product.record == record:
             product.record = None
             self._forget(product)
@@ -273,29 +280,47 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if self._marks:
             self._backend.mark_call(number)
         writes = writes_of(func)
-        wanted = _is_forward() if self._wanted is None else number in self._wanted
+        wanted = self._is_wanted(number)
         if writes is None and not wanted:
             return func(*args, **kwargs)
         targets: list[int] = []
+        moved: list[int] = []  # they change by more than a recipe says
         if writes is not None:
             targets = [self._backend.serial(tensor) for tensor in writes.written(args, kwargs)]
-            for serial in (*targets, *(self._backend.serial(tensor) for tensor in writes.moved_along(args))):
+            moved = [self._backend.serial(tensor) for tensor in writes.moved_along(args)]
+            for serial in (*targets, *moved):
                 self._before_write(serial)
         call = self._remember(number, func, args, kwargs, writes, targets) if wanted else None
         begun_s = time.perf_counter()
         try:
             result = func(*args, **kwargs)
         except BaseException:
-            self._changed(None, targets)  # half of it may have been done
+            self._changed(None, [*targets, *moved])  # half of it may have been done
             raise
         self._changed(call, targets)
+        self._changed(None, moved)
         if call is not None:
             call.duration_s = time.perf_counter() - begun_s
             self._made(call, result, args, kwargs)
         if number == self._last:
-            # What was not saved is known by now to whoever is made from it.
-            self._products = {serial: one for serial, one in self._products.items() if one.record is not None}
+            self._forget_unsaved()
         return result
+
+    def _is_wanted(self, number: int) -> bool:
+        """Tell whether a call is to be remembered."""
+        if self._wanted is not None:
+            return number in self._wanted
+        if torch._C._current_graph_task_id() != -1:  # in backward: forward, or a part of it, is over
+            if self._forward:
+                self._forward = False
+                self._forget_unsaved()
+            return False
+        self._forward = True
+        return torch.is_grad_enabled()  # else autograd saves nothing of what it makes
+
+    def _forget_unsaved(self) -> None:
+        """Let go of products that were not saved: whoever is made from them knows them by now."""
+        self._products = {serial: one for serial, one in self._products.items() if one.record is not None}
 
     def _remember(
         self,
@@ -333,7 +358,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             product.see(tensor, is_shared=self._backend.is_shared(tensor))
             product.touched_s = time.perf_counter()
             if product.whole and product.dtype == tensor.dtype:
-                return Made(product, Layout.of(tensor), product.changes)
+                return Made.of(product, Layout.of(tensor), own=serial in targets)
         if serial in targets:
             return None  # it may change only what it has made itself
         parameter = is_parameter(tensor)
@@ -414,6 +439,8 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                         del tensor
                         self._neighbourhoods.remade(record)
                         self._records.remade(record)
+                        if record in self._left:
+                            self._release(record)
                     elif self._records.is_dropped(record):
                         raise AssertionError(f"record {record} was made again with another size")
             self.ran += made.calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
@@ -47,13 +47,14 @@ class Rerun:
     def __init__(self, wanted: Collection[Product], records: Records) -> None:
         self._wanted = wanted
         self._records = records
-        self._borrowed = ExitStack()
+        self._borrowed: dict[int, ExitStack] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._at_hand: dict[Product, int] = {}
         self._made: dict[Product, torch.Tensor] = {}
         self._outputs: dict[Call, list[Product]] = {}
         self._ordered = self._gather()
         self._last = {operand.product: call for call in self._ordered for operand in call.made()}
+        self._last_reader = {record: call for call in self._ordered for record in self._read_by(call)}
 
     @property
     def calls(self) -> int:
@@ -67,8 +68,22 @@ class Rerun:
     def close(self) -> None:
         """Let go of everything."""
         self._made.clear()
-        self._bases.clear()
-        self._borrowed.close()
+        self._give_back(list(self._borrowed))
+
+    def _give_back(self, records: Sequence[int]) -> None:
+        for key in [key for key in self._bases if key[0] in records]:
+            del self._bases[key]
+        for record in records:
+            self._borrowed.pop(record).close()
+
+    def _read_by(self, call: Call) -> Iterator[int]:
+        """Yield the records that a call reads."""
+        for leaf in call.leaves:
+            match leaf:
+                case Source(handle):
+                    yield handle.record
+                case Made() if leaf.product in self._at_hand and leaf.changes == leaf.product.changes:
+                    yield self._at_hand[leaf.product]
 
     def _gather(self) -> list[Call]:
         calls: dict[int, Call] = {}
@@ -107,6 +122,7 @@ class Rerun:
             for product in self._outputs.get(call, ()):
                 self._made[product] = results[product.output]
             del args, kwargs, results
+            self._give_back([record for record in self._borrowed if self._last_reader[record] is call])
             for product in [one for one in self._made if one not in self._wanted and self._last.get(one) is call]:
                 del self._made[product]
 
@@ -118,17 +134,19 @@ class Rerun:
                 return tensor
             case Source(handle, layout):
                 return self._on_record(handle.record, layout)
-            case Made(product, layout, changes):
-                if product in self._at_hand and changes == product.changes:
-                    return self._on_record(self._at_hand[product], layout)
-                return layout.over(self._made[product])
+            case Made():
+                product = leaf.product
+                if product in self._at_hand and leaf.changes == product.changes:
+                    return self._on_record(self._at_hand[product], leaf.layout)
+                return leaf.layout.over(self._made[product])
             case _:
                 return leaf
 
     def _on_record(self, record: int, layout: Layout) -> torch.Tensor:
         if (record, layout.dtype) not in self._bases:
             borrowed = self._records.borrow(record, layout.dtype)
-            self._bases[record, layout.dtype] = self._borrowed.enter_context(borrowed)
+            stack = self._borrowed.setdefault(record, ExitStack())
+            self._bases[record, layout.dtype] = stack.enter_context(borrowed)
         return layout.over(self._bases[record, layout.dtype])
 
 

@@ -86,11 +86,13 @@ class Runtime:
 
     def end_step(self) -> None:
         """Have back what was given up without a copy and is still saved: it does not outlive its step."""
+        self.machine.discards = False  # else making one record would give up another
         if self.remaker is not None:
             self.remaker.end()
 
     def close(self, *, bring_back: bool) -> None:
         """Make what is still given up and saved, if it is to be had later; watch nothing from here on."""
+        self.machine.discards = False
         if self.remaker is None:
             return
         self.remaker.unwatch()
@@ -103,6 +105,7 @@ class Runtime:
 
     def abandon_step(self) -> None:
         """Forget what the step did; what it gave up without a copy is made again if somebody asks for it."""
+        self.machine.discards = False
         if self.remaker is not None:
             self.remaker.forget_step()
 

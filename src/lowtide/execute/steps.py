@@ -87,8 +87,10 @@ class _Ends:
         end_op, key = known[bisect_left(known, (gap.before_op, -1))]
         save = self._trace.saves[key]
         first = end_op == (save.uses[0] if save.uses else save.released_op)
-        at_once = first and gap.after_op <= self._free[gap.storage]
-        return key, end_op, None if at_once else bisect_left(self._positions, gap.after_op)
+        event = bisect_left(self._positions, gap.after_op)
+        in_time = event < len(self._positions) and self._positions[event] < end_op
+        at_once = first and (gap.after_op <= self._free[gap.storage] or not in_time)
+        return key, end_op, None if at_once else event
 
 
 @dataclass(slots=True)

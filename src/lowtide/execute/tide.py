@@ -36,8 +36,10 @@ from lowtide.tiers.open import Spill
 _RECORDINGS = 2
 # Steps to record after one that matched no plan: it is planned once it repeats (R8).
 _ALERT_STEPS = 8
-# How often a policy may change a plan by what it observes: on a noisy machine some step waits for ever.
-_MOST_REVISIONS = 16
+# How often a policy may look at a step of a plan that had to wait: on a noisy machine some do for ever.
+_MOST_LESSONS = 16
+# For how many kinds of step what was recorded is kept for that.
+_MOST_PLANNED = 16
 # What a watched step takes longer, by call, beside what a recording says about seeing them all. Measured: 100 us to
 # remember one that is to run again; assumed: every tenth is.
 _REMEMBER_S = 10e-6
@@ -79,6 +81,7 @@ class Tide:
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
         self._revisions = 0
+        self._remake_before_s = 0.0
         self._planned: dict[tuple[int, ...], Planned] = {}
         self._seen: set[int] = set()
         self._trace: Trace | None = None
@@ -152,6 +155,7 @@ class Tide:
             self._backend.observe(names=self._under_pressure, log=False)
         self._started = time.perf_counter()
         self._stall_before = self._backend.usage().stall_s
+        self._remake_before_s = self._remake_s()
 
     def end_step(self) -> None:
         """End a step that went well: learn from it and plan the next."""
@@ -207,12 +211,15 @@ class Tide:
         self._plan = planned.plan
         self._runtime.matcher.add(compile_plan(planned.plan, planned.recorded, signature))
         if isinstance(self._policy, Observes):
+            self._planned.pop(signature, None)
             self._planned[signature] = planned
+            if len(self._planned) > _MOST_PLANNED:
+                del self._planned[next(iter(self._planned))]
 
     def _revise(self, signature: tuple[int, ...]) -> None:
         """Let a policy that observes planned steps change its plan by the one that has just ended."""
         planned, waits = self._planned.get(signature), self._runtime.waits
-        if planned is None or not waits or planned.revisions >= _MOST_REVISIONS:
+        if planned is None or not waits or planned.lessons >= _MOST_LESSONS:
             return
         assert isinstance(self._policy, Observes)
         timeline = executed(
@@ -220,13 +227,17 @@ class Tide:
             waits,
             begun_s=self._started,
             step_s=self._step_s[-1],
-            recompute_s=0.0,
+            recompute_s=self._remake_s() - self._remake_before_s,
             stall_s=self._step_stall_s,
         )
         revised = self._policy.observe(planned.problem, planned.plan, timeline)
+        taught = self._planned[signature] = replace(planned, plan=revised, lessons=planned.lessons + 1)
         if revised != planned.plan:
             self._revisions += 1
-            self._follow(replace(planned, plan=revised, revisions=planned.revisions + 1), signature)
+            self._follow(taught, signature)
+
+    def _remake_s(self) -> float:
+        return self._runtime.remaker.busy_s if self._runtime.remaker is not None else 0.0
 
     def _problem(self, recorded: Recorded) -> Problem:
         """Return what a policy has to plan; it may run operators again only where their calls were seen."""

@@ -142,11 +142,12 @@ void remove_observer() {
 // heap read-only before it reaches that lock's page, so a thread that copies meanwhile waits for the fork with the lock
 // held, and the child finds it locked for ever at its first operator. An empty list is copied without touching the heap.
 // So there is no observer during a fork. The operators of other threads that begin meanwhile are not seen, and nobody
-// may plan from such a log; the forking thread itself runs none.
+// may plan from such a log; where the observed thread forks itself, it runs none meanwhile.
 void withdraw_for_fork() {
   observer_mutex.lock();
   if (std::this_thread::get_id() != observing) interrupted_log = true;
   remove_observer();
+  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);  // so that the child need not, at its first operator
 }
 void return_after_fork() {
   add_observer();
@@ -162,6 +163,7 @@ void after_fork_in_child() {
 void log_event(Event kind, int64_t a, int64_t b, int64_t c) {
   Entry entry{static_cast<int32_t>(kind), thread_number(), now_ns(), a, b, c};
   std::lock_guard<std::mutex> guard(log_mutex);
+  if (!logging) return;  // it was stopped meanwhile, and somebody has counted the entries
   if (entries.size() < kMostEntries)
     entries.push_back(entry);
   else
