@@ -68,10 +68,3 @@ def test_a_record_that_nobody_asked_for_is_no_neighbour(costs: Neighbourhoods) -
     costs.remade(99)
     costs.remade(1)
     assert costs.cost_s(1) == 1.0
-
-
-def test_forgetting_forgets_components(costs: Neighbourhoods) -> None:
-    costs.dropped(3)
-    costs.clear()
-    costs.learn(OWN)
-    assert costs.cost_s(2) == 2.0

@@ -31,13 +31,6 @@ class Neighbourhoods:
         self._parents: list[int] = []
         self._costs_s: list[float] = []
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._nodes.clear()
-        self._waiting.clear()
-        self._parents.clear()
-        self._costs_s.clear()
-
     def learn(self, records: Iterable[int]) -> None:
         """Have the costs of these records looked up, once each."""
         fresh = [record for record in records if record not in self._nodes]

@@ -151,8 +151,11 @@ class Product:
             self.whole = False
         self.version = tensor._version
 
-    def history(self) -> Iterator[Call]:
-        """Yield every call that has a part in it, whether or not its operands are in memory."""
+    def history(self, *, through: Callable[[Product], bool] = lambda _: True) -> Iterator[Call]:
+        """Yield every call that has a part in it, whether or not its operands are in memory.
+
+        `through`: whether to go on to the calls of a product that it is made from.
+        """
         seen: set[int] = set()
         waiting = list(self.calls)
         while waiting:
@@ -162,25 +165,17 @@ class Product:
             seen.add(call.number)
             yield call
             for operand in call.made():
-                waiting += operand.product.calls[: operand.changes + 1]
+                if through(operand.product):
+                    waiting += operand.product.calls[: operand.changes + 1]
 
     def own(self) -> tuple[float, list[int]]:
         """Return how long the calls took that make it from records, and which records those are."""
-        total_s, sources = 0.0, dict[int, None]()
-        seen: set[int] = set()
-        waiting = list(self.calls)
-        while waiting:
-            call = waiting.pop()
-            if call.number in seen:
-                continue
-            seen.add(call.number)
-            total_s += call.duration_s
-            for operand in call.made():
-                if operand.product.record is None or operand.product is self:
-                    waiting += operand.product.calls[: operand.changes + 1]
-                else:
-                    sources[operand.product.record] = None
-        return total_s, list(sources)
+        calls = list(self.history(through=lambda product: product.record is None or product is self))
+        sources = {operand.product.record: None for call in calls for operand in call.made()}
+        return (
+            sum(call.duration_s for call in calls),
+            [record for record in sources if record is not None and record != self.record],
+        )
 
     def can_be_made(self) -> bool:
         """Tell whether running its calls again gives the same bytes."""
