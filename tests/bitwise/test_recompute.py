@@ -15,6 +15,9 @@ SLOW = pytest.mark.slow
 # Here no step repeats an earlier one before the training ends, or backward comes after the step.
 NOTHING_TO_REPEAT = ("alternating_shapes", "stochastic_depth", "backward_after_the_step")
 
+# Every step is of a kind of its own, so each is recorded, and recorded steps swap.
+ALWAYS_RECORDED = ("stochastic_depth",)
+
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_training_that_drops_all_it_can_is_exact(name: str, tmp_path: Path) -> None:
@@ -39,7 +42,7 @@ def test_training_that_drops_when_memory_runs_out_is_exact(name: str, tmp_path: 
     outcome = pressed(name, share=0.6, spill=tmp_path, policy="dtr")
     assert_identical(stock(name), outcome.record)
     assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"] < need(name).peak_bytes
-    if name in QUICK:
+    if name not in ALWAYS_RECORDED:
         assert outcome.stats["recomputed_ops"] > 0, "nothing ran again: this test shows nothing"
 
 
