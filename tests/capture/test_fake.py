@@ -127,9 +127,9 @@ def test_the_gaps_are_the_same(name: str) -> None:
 @every_model
 def test_the_peak_is_the_executed_one_but_for_scratch_inside_operators(name: str) -> None:
     real, fake = executed(name), faked(name)
-    # Scratch is a larger part of these tiny models than of real ones: 2.7% of U-Net's peak and 4.4% of its floor.
+    # Scratch is a larger part of these tiny models than of real ones: 2.7% of U-Net's peak and 8.2% of its floor.
     assert 0.97 * real.peak_bytes <= fake.peak_bytes <= real.peak_bytes
-    assert 0.95 * real.floor_bytes() <= fake.floor_bytes() <= real.floor_bytes()
+    assert 0.91 * real.floor_bytes() <= fake.floor_bytes() <= real.floor_bytes()
     # The native allocator counts small blocks with their headers and larger ones in pages.
     assert fake.static_bytes == pytest.approx(real.static_bytes, rel=0.01)
     assert fake.static_bytes <= real.static_bytes
@@ -164,7 +164,8 @@ def test_operands_and_results_are_the_executed_ones(name: str) -> None:
 def test_saved_bytes_grow_with_the_batch() -> None:
     few, many = capture_model("resnet50", batch=32, fake=True), capture_model("resnet50", batch=4096, fake=True)
     saved = [
-        sum(t.storages[s.storage].nbytes for s in t.saves if t.storages[s.storage].nbytes > MIB) for t in (few, many)
+        sum(storage.nbytes for s in t.saves if (storage := t.storages[s.storage]).kind is not Kind.GRAD)
+        for t in (few, many)
     ]
     assert saved[1] == pytest.approx(128 * saved[0], rel=0.01)
     assert many.peak_bytes > 300 << 30
@@ -286,9 +287,9 @@ def test_the_second_step_is_as_all_that_follow() -> None:
 
 
 def test_an_executed_model_too_small_to_manage_is_answered_with_what_to_do() -> None:
-    sizes: dict[str, Any] = {"image": 32, "width": 2}
+    sizes: dict[str, Any] = {"image": 32, "width": 2, "classes": 8}
     with pytest.raises(BadArgument, match="raise the batch, or capture it without executing"):
-        capture_model("vgg16", batch=1, **sizes)
+        capture_model("resnet50", batch=2, **sizes)
 
 
 def test_a_model_is_captured_by_name_with_its_operations_and_for_another_machine() -> None:

@@ -64,6 +64,7 @@ def capture_fake(
                 watch.follow_backward()
                 ledger.recording = False
             trace = _build(ledger, training)
+            ledger.gradients.close()
     except DataDependentOutputException as error:
         raise BadArgument(
             f"the step looks at a tensor's values ({error}), which a capture without executing does not have: "
@@ -76,7 +77,7 @@ def capture_fake(
 
 
 def _build(ledger: Ledger, training: Training) -> Trace:
-    kinds: dict[int, Kind] = {}
+    kinds = dict.fromkeys(ledger.gradient_serials, Kind.GRAD)
     for kind, tensor in _tensors_of(training):
         kinds.setdefault(ledger.serial_of(tensor), kind)
     recorded = build_trace(

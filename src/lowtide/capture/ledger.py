@@ -11,11 +11,13 @@ So a save between two operators is the second one's if that reads it, unless the
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide.core.log import Event, LogEntry
+from lowtide.execute.gradients import Gradients
 from lowtide.execute.hooks import KeptTensor, is_parameter
 
 
@@ -62,6 +64,8 @@ class Ledger:
         self.recording = False
         self.paused = False
         self.static_bytes = 0
+        self.gradients = Gradients(self, fake=True)
+        self.gradient_serials: set[int] = set()
         self._least_bytes = least_bytes
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._serial_at: dict[int, int] = {}
@@ -162,24 +166,45 @@ class Ledger:
     def pack(self, tensor: torch.Tensor) -> KeptTensor | Saved:
         """Take a tensor that autograd saves, as the runtime would."""
         storage = storage_of(tensor)
+        if is_parameter(tensor):
+            self.gradients.know(tensor)
         if storage is None or is_parameter(tensor) or storage.nbytes() < self._least_bytes:
             return KeptTensor(tensor)
+        begin = len(self.entries)
+        saved = self.save(tensor)
+        if self.recording:
+            serial = saved.record.serial
+            result = serial in self._written and _saves_result(tensor.grad_fn)
+            self._packed.append(_Packed(begin=begin, end=len(self.entries), serial=serial, maybe_result=result))
+        return saved
+
+    def save(self, tensor: torch.Tensor) -> Saved:
+        """Save a tensor; a gradient is no operator's to save."""
         serial = self.serial_of(tensor)
         record = self._record_of.get(serial)
         if record is None:
             record = self._record_of[serial] = Record(self._next, serial)
             self._next += 1
         record.packs += 1
-        begin = len(self.entries)
-        self.log(Event.PACK, record.number, serial, storage.nbytes())
+        self.log(Event.PACK, record.number, serial, self._nbytes[serial])
         self._tell_sole()
-        if self.recording:
-            result = serial in self._written and _saves_result(tensor.grad_fn)
-            self._packed.append(_Packed(begin=begin, end=len(self.entries), serial=serial, maybe_result=result))
         return Saved(self, record, tensor)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a gradient is of a size to be saved."""
+        storage = storage_of(tensor)
+        if storage is None or storage.nbytes() < self._least_bytes:
+            return False
+        self.gradient_serials.add(self.serial_of(tensor))
+        return True
+
+    def hasten(self, handles: Sequence[Saved]) -> None:
+        """Nothing is ever away."""
 
     def unpack(self, saved: KeptTensor | Saved) -> torch.Tensor:
         """Give back a tensor that autograd saved."""
+        if self.gradients.offers:
+            self.gradients.take_offered()
         if isinstance(saved, KeptTensor):
             return saved.get()
         self.log(Event.UNPACK, saved.record.number)

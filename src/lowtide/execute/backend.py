@@ -70,6 +70,14 @@ class Backend(Protocol):
         ...
 
     @property
+    def frees_gradient(self) -> Callable[[torch.Tensor], bool] | None:
+        """Tells whether a finished gradient may leave while backward runs: nobody else holds its storage.
+
+        None: gradients stay.
+        """
+        ...
+
+    @property
     def exact_budget(self) -> bool:
         """Whether the budget is enforced at every allocation (False: accounted for, and only advisory)."""
         ...

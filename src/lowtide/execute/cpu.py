@@ -149,6 +149,9 @@ class CpuBackend(AskedByAllocator):
     def storage_bytes(self, tensor: torch.Tensor) -> int:
         return self._native.storage_bytes(tensor._cdata)
 
+    def frees_gradient(self, tensor: torch.Tensor) -> bool:
+        return self._native.storage_holders(tensor._cdata) == 1
+
     def pack(self, tensor: torch.Tensor) -> Packed:
         self._warn()
         return Packed(*self._native.pack(tensor._cdata))
@@ -353,7 +356,7 @@ class CpuBackend(AskedByAllocator):
 
     def serial_of(self, tensor: torch.Tensor) -> int:
         """Return the number under which the log knows a tensor's storage."""
-        return self._native.serial_of_storage(tensor.untyped_storage()._cdata)
+        return self._native.serial_of_tensor(tensor._cdata)
 
     # ---- the end ----
 

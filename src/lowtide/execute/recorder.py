@@ -67,8 +67,11 @@ class Recorder:
         self._name_modules()
         self.recording = True
 
-    def stop(self) -> Recorded | None:
-        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it)."""
+    def stop(self, *, gradients: Iterable[int] = ()) -> Recorded | None:
+        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it).
+
+        `gradients`: the serials of gradients that may be gone by now.
+        """
         end_ns = time.perf_counter_ns()
         log = self._backend.take_log()
         self._unhook()
@@ -80,7 +83,7 @@ class Recorder:
             static_bytes=self._static_bytes,
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
-            kinds=self._kinds(),
+            kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
             model=type(self._models[0]).__name__ if self._models else "",
             torch_version=torch.__version__,
         )

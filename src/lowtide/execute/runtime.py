@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +22,7 @@ from lowtide.errors import SpillFull
 from lowtide.execute import events as e
 from lowtide.execute.backend import Backend, Packed
 from lowtide.execute.feedback import Wait
+from lowtide.execute.gradients import Gradients
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
 from lowtide.execute.remaker import Remaker, can_watch
 from lowtide.execute.residency import Residence, Residency
@@ -46,6 +48,7 @@ class Runtime:
         self.unmanaged: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self.waits: list[Wait] = []
+        self.gradient_serials: set[int] = set()
         self._policy = policy
         self._least_bytes = least_bytes
         self._strict = strict
@@ -55,6 +58,7 @@ class Runtime:
         self.remaker: Remaker | None = None
         if remakes and backend.remakes is not None:
             self.remaker = Remaker(backend.remakes, self, least_bytes=least_bytes)
+        self.gradients = Gradients(self) if backend.frees_gradient is not None else None
         self._remakes = False
         self._hooked = False
         self._closed = False
@@ -68,6 +72,8 @@ class Runtime:
         """
         self._remakes = self.remaker is not None and not recording and can_watch()
         self.waits = []
+        self.give_back_gradients()  # of a backward that raised
+        self.gradient_serials = set()
         with self._lock:
             self._settle()
             self.machine.begin_step()
@@ -86,13 +92,19 @@ class Runtime:
 
     def end_step(self) -> None:
         """Have back what was given up without a copy and is still saved: it does not outlive its step."""
+        self.give_back_gradients()
         self.machine.discards = False  # else making one record would give up another
         if self.remaker is not None:
             self.remaker.end()
 
     def close(self, *, bring_back: bool) -> None:
-        """Make what is still given up and saved, if it is to be had later; watch nothing from here on."""
+        """Make what is still given up and saved, if it is to be had later; watch nothing from here on.
+
+        Gradients come back in any case: they are the program's to look at.
+        """
         self.machine.discards = False
+        for error in self.gradients.close() if self.gradients is not None else ():
+            warnings.warn(f"lowtide: a gradient is lost: {error}", RuntimeWarning, stacklevel=3)
         if self.remaker is None:
             return
         self.remaker.unwatch()
@@ -141,16 +153,15 @@ class Runtime:
     def hooks(self) -> Iterator[None]:
         """Manage what autograd saves inside this context, on this thread."""
         with saved_tensors_hooks(self.pack, self.unpack):
-            if self.remaker is None:
-                yield
-                return
             self._hooked = True
-            self.remaker.watch(nested=True)
+            if self.remaker is not None:
+                self.remaker.watch(nested=True)
             try:
                 yield
             finally:
                 self._hooked = False
-                self.remaker.unwatch()
+                if self.remaker is not None:
+                    self.remaker.unwatch()
 
     # ---- autograd's side ----
 
@@ -161,12 +172,43 @@ class Runtime:
             self.unmanaged[reason] += 1
             return KeptTensor(tensor)
         if is_parameter(tensor):
+            if self.gradients is not None:
+                self.gradients.know(tensor)
             return KeptTensor(tensor)
         nbytes = self.backend.storage_bytes(tensor)
         if nbytes < 0:
             self.unmanaged["memory of another allocator"] += 1
         if nbytes < self._least_bytes:
             return KeptTensor(tensor)
+        return self._save(tensor, makeable=True)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a gradient is of a kind and size to be saved, and nobody else's."""
+        frees = self.backend.frees_gradient
+        if frees is None or not self._hooked or unmanaged_reason(tensor, self.backend.device) is not None:
+            return False
+        return self.backend.storage_bytes(tensor) >= self._least_bytes and frees(tensor)
+
+    def save(self, tensor: torch.Tensor) -> SavedTensor:
+        """Save a gradient: it cannot be made again."""
+        self.gradient_serials.add(self.backend.serial_of(tensor))
+        return self._save(tensor, makeable=False)
+
+    def hasten(self, handles: Sequence[SavedTensor]) -> None:
+        """Start to bring back what is away, as far as there is room. A plan knows when that is to happen."""
+        if self.matcher.followed is not None:
+            return
+        with self._lock:
+            self._settle()
+            keys = [handle.key for handle in handles if self.machine.record_of(handle.key) == handle.record]
+            self._run(self.machine.on(e.Due(tuple(keys))))
+
+    def give_back_gradients(self) -> None:
+        """Put back the gradients that backward has not: it raised."""
+        if self.gradients is not None:
+            self.gradients.give_back()
+
+    def _save(self, tensor: torch.Tensor, *, makeable: bool) -> SavedTensor:
         packed = self.backend.pack(tensor)
         handle = self._handle(packed, tensor)
         with self._lock:
@@ -178,7 +220,7 @@ class Runtime:
                     self._run(self.machine.on(e.Saved(packed.record, packed.nbytes, key)))
                 elif self.machine.is_unnamed(packed.record):
                     self._run(self.machine.on(e.Named(packed.record, key)))
-            if self._remakes and self.remaker is not None:
+            if makeable and self._remakes and self.remaker is not None:
                 self.remaker.saved(packed.record, tensor)
             handle.key = self._key_of[packed.record]
             awaited = self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))
@@ -199,6 +241,8 @@ class Runtime:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Give back a tensor that autograd saved."""
+        if self.gradients is not None and self.gradients.offers:
+            self.gradients.take_offered()
         if isinstance(handle, KeptTensor):
             return handle.get()
         backend, record = self.backend, handle.record

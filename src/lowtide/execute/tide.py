@@ -189,7 +189,7 @@ class Tide:
             return
         times_recorded = self._recorded.get(signature, 0)
         if self._recorder.recording:
-            recorded = self._recorder.stop()
+            recorded = self._recorder.stop(gradients=self._runtime.gradient_serials)
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):

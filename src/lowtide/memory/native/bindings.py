@@ -111,7 +111,6 @@ class Native:
         self._counters = quick("lt_counters", None, pointer)
         self._last_failure = quick("lt_last_failure", None, pointer, ctypes.c_char_p, i64)
         self._take_interruption = quick("lt_take_interruption", ctypes.py_object)
-        self.serial_of_storage = quick("lt_serial_of_storage", i64, pointer)
         self.is_ours = quick("lt_is_ours", integer, pointer)
 
         self._mover_start = quick(
@@ -136,6 +135,7 @@ class Native:
         self.record_attach = quick("lt_record_attach", integer, i64, pointer)
         self.record_is_shared = quick("lt_record_is_shared", integer, i64)
         self.is_shared = quick("lt_is_shared", integer, pointer)
+        self.storage_holders = quick("lt_storage_holders", i64, pointer)
         self.alias = quick("lt_alias", integer, pointer, pointer)
         self.serial_of_tensor = quick("lt_serial_of_tensor", i64, pointer)
         self._record_prefetch = quick("lt_record_read", integer, i64, integer)

@@ -417,10 +417,6 @@ PyObject* lt_take_interruption() {
   return taken;
 }
 
-int64_t lt_serial_of_storage(const c10::StorageImpl* storage) {
-  return serial_of(storage);
-}
-
 int lt_is_ours(const c10::StorageImpl* storage) {
   return is_ours(storage) ? 1 : 0;
 }

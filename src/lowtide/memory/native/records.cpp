@@ -29,6 +29,11 @@ int lt_is_shared(c10::TensorImpl* tensor) {
   return storage && storage->resizable() ? 0 : 1;
 }
 
+// How many hold a tensor's storage: tensors, views of it, Python objects and records.
+int64_t lt_storage_holders(c10::TensorImpl* tensor) {
+  return tensor->has_storage() ? int64_t(tensor->storage().use_count()) : 0;
+}
+
 // Make `alias` (empty, of the same dtype) the same memory as `tensor`, with its version but without its graph.
 int lt_alias(c10::TensorImpl* tensor, c10::TensorImpl* alias) try {
   alias->set_version_counter(tensor->version_counter());
