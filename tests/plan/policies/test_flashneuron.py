@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
@@ -125,13 +126,12 @@ def _some_set_lands(tensors: Sequence[Tensor], *, need_bytes: int, forward_end_s
     )
 
 
-@given(
-    sizes=st.lists(st.tuples(quarters, st.sampled_from(MIXED)), min_size=1, max_size=8),
-    need_bytes=needs,
-    forward_end_s=ends,
-)
-@settings(max_examples=500, deadline=None)
-def test_it_ends_in_time_if_the_first_csr_tensors_that_cover_the_need_do(
+mixed_sets = st.lists(st.tuples(quarters, st.sampled_from(MIXED)), min_size=1, max_size=8)
+
+
+@given(sizes=mixed_sets, need_bytes=needs, forward_end_s=ends)
+@settings(max_examples=300, deadline=None)
+def test_a_choice_over_mixed_sets_is_what_it_says(
     sizes: list[tuple[int, str]], need_bytes: int, forward_end_s: float
 ) -> None:
     tensors = toy(*sizes)
@@ -141,12 +141,23 @@ def test_it_ends_in_time_if_the_first_csr_tensors_that_cover_the_need_do(
     phase_1 = _first(tensors, need_bytes)
     if _lands(phase_1, forward_end_s):
         assert list(found.tensors) == phase_1
-    csr = _first((one for one in tensors if one.csr), need_bytes)
-    if _covers(csr, need_bytes) and _lands(csr, forward_end_s):
-        assert not found.timed_out
     compressible = [one for one in tensors if one.csr or one.fp16]
     if found.timed_out and _covers(compressible, need_bytes):
         assert set(found.tensors) <= set(compressible)
+
+
+@given(sizes=mixed_sets, share=st.floats(0.01, 1.0), slack_s=st.sampled_from((0.0, 0.25, 1.0)))
+@settings(max_examples=500, deadline=None)
+def test_it_ends_in_time_if_the_first_csr_tensors_that_cover_the_need_do(
+    sizes: list[tuple[int, str]], share: float, slack_s: float
+) -> None:
+    tensors = toy(*sizes)
+    csr = [one for one in tensors if one.csr]
+    need_bytes = math.ceil(share * sum(one.nbytes for one in csr))
+    forward_end_s = last_landing_s(_first(csr, need_bytes), write_bytes_per_s=100.0) + slack_s
+    found = select(tensors, need_bytes=need_bytes, write_bytes_per_s=100.0, forward_end_s=forward_end_s)
+    assert not found.timed_out
+    assert _covers(found.tensors, need_bytes)
 
 
 @given(
