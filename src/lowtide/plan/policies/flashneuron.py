@@ -28,7 +28,7 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.layers import LayerKind, crossing_gaps, kind_of
+from lowtide.plan.layers import crossing_gaps, relu_results
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.sweep import Sweep, link_of
 
@@ -241,12 +241,7 @@ class FlashNeuron:
 
 def tensors_of(trace: Trace, *, csr: bool, fp16: bool) -> list[Tensor]:
     """Return what the forward pass leaves for the backward pass; ReLU's results are the ones with zeros."""
-    zeros = {
-        storage
-        for op in trace.ops
-        if op.phase is Phase.FORWARD and kind_of(op) is LayerKind.ACTIVATION and "relu" in op.name
-        for storage in op.writes
-    }
+    zeros = relu_results(trace)
     starts = [*(op.start_s for op in trace.ops), trace.duration_s]
     return [
         Tensor(
