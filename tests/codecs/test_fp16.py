@@ -24,7 +24,7 @@ in_range = st.floats(-65519.0, 65519.0, width=32)
 
 
 @given(value=in_range)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_the_error_is_at_most_half_a_unit_in_the_last_place(value: float) -> None:
     values = np.array([value], np.float32)
     back = round_trip(Fp16(), values)

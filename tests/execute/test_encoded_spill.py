@@ -54,7 +54,7 @@ def managed(
     return mine.result(), stats
 
 
-@pytest.mark.parametrize("policy", ["auto", FlashNeuron(csr=True), "vdnn_all"], ids=["auto", "flashneuron", "vdnn"])
+@pytest.mark.parametrize("policy", ["auto", FlashNeuron(csr=True)], ids=["auto", "flashneuron"])
 def test_relu_outputs_are_written_without_their_zeros_and_training_is_the_same(
     tmp_path: Path, needed: Need, stock: dict[str, object], policy: str | Policy
 ) -> None:

@@ -106,6 +106,13 @@ def test_an_overlapped_frame_is_gone_and_says_so(tier: Encoded) -> None:
             read(tier, offset, MIB)
 
 
+def test_writing_nothing_overlaps_nothing(tier: Encoded) -> None:
+    content = relu(2 * MIB)
+    tier.write_at(0, page_aligned(content))
+    tier.write_at(MIB, memoryview(b""))
+    assert read(tier, 0, 2 * MIB) == content
+
+
 def test_extents_in_any_order_keep_their_bytes(tier: Encoded) -> None:
     draw, extents, held = random.Random(3), Extents(None), {}
     for turn in range(120):

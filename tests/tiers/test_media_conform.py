@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.testing.stores import MediumTests
-from lowtide.tiers import Encoded, Faulty, FileMedium, Latency, Medium, NullMedium, Throttle, open_medium
+from lowtide.tiers import Faulty, FileMedium, Latency, Medium, NullMedium, Throttle, open_medium
 from lowtide.tiers import file as file_module
 
 
@@ -82,10 +82,5 @@ class TestFileUrl(MediumTests):
 
 
 class TestEncoded(MediumTests):
-    def make_medium(self, tmp_path: Path) -> Medium:
-        return Encoded(FileMedium([tmp_path]))
-
-
-class TestEncodedUrl(MediumTests):
     def make_medium(self, tmp_path: Path) -> Medium:
         return open_medium(f"file+zvc://{tmp_path}", capacity_bytes=64 * 2**20)

@@ -12,7 +12,7 @@ import numpy as np
 from lowtide.codecs.contract import Codec, Stats
 
 _BYTES = 8 * 2**20  # what the movers hand over at once
-_ROUNDS = 9
+_ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

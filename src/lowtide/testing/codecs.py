@@ -78,7 +78,7 @@ class CodecTests(ABC):
         codec = self.make_codec()
 
         @given(bits=st.lists(st.one_of(st.sampled_from([0, 1 << 31]), st.integers(0, 2**32 - 1)), max_size=40))
-        @settings(max_examples=300, deadline=None)
+        @settings(max_examples=200, deadline=None)
         def claim(bits: list[int]) -> None:
             values = np.array(bits, np.uint32).view(np.float32)
             try:

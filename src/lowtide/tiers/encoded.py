@@ -83,8 +83,9 @@ class Encoded(Wrapper):
         """Write what is left of `data` at `offset`."""
         failures.check_offset(offset)
         failures.check_room(offset, data.nbytes, capacity_bytes=self.medium.capacity_bytes)
-        # Before anything is written: where this fails, neither the old bytes nor the new ones are there.
-        self._forget(offset, offset + data.nbytes)
+        if data.nbytes:
+            # Before anything is written: where this fails, neither the old bytes nor the new ones are there.
+            self._forget(offset, offset + data.nbytes)
         for begin in range(0, data.nbytes, FRAME_BYTES):
             self._write(offset + begin, data[begin : begin + FRAME_BYTES])
 

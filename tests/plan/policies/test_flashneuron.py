@@ -134,7 +134,7 @@ mixed_sets = st.lists(st.tuples(quarters, st.sampled_from(MIXED)), min_size=1, m
 
 
 @given(sizes=mixed_sets, need_bytes=needs, forward_end_s=ends)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_choice_over_mixed_sets_is_what_it_says(
     sizes: list[tuple[int, str]], need_bytes: int, forward_end_s: float
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_choice_over_mixed_sets_is_what_it_says(
 
 
 @given(sizes=mixed_sets, share=st.floats(0.01, 1.0), slack_s=st.sampled_from((0.0, 0.25, 1.0)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_it_ends_in_time_if_the_first_csr_tensors_that_cover_the_need_do(
     sizes: list[tuple[int, str]], share: float, slack_s: float
 ) -> None:
@@ -165,7 +165,7 @@ def test_it_ends_in_time_if_the_first_csr_tensors_that_cover_the_need_do(
 
 
 @given(sizes=mixed_sets, need_bytes=needs, forward_end_s=ends)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_complete_choice_times_out_only_if_every_set_of_compressible_tensors_does(
     sizes: list[tuple[int, str]], need_bytes: int, forward_end_s: float
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_complete_choice_times_out_only_if_every_set_of_compressible_tensors_d
     need_bytes=needs,
     forward_end_s=ends,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_it_times_out_only_if_every_set_does_where_sizes_and_compression_are_equal(
     nbytes: int, compressible: str, which: list[bool], need_bytes: int, forward_end_s: float
 ) -> None:
