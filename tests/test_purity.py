@@ -6,13 +6,14 @@ import pkgutil
 import subprocess
 import sys
 
+import lowtide.codecs
 import lowtide.core
 import lowtide.estimate
 import lowtide.plan
 import lowtide.report
 import lowtide.simulate
 
-PURE_PACKAGES = (lowtide.core, lowtide.estimate, lowtide.plan, lowtide.report, lowtide.simulate)
+PURE_PACKAGES = (lowtide.codecs, lowtide.core, lowtide.estimate, lowtide.plan, lowtide.report, lowtide.simulate)
 PURE_MODULES = (
     "lowtide",
     "lowtide.errors",
@@ -24,6 +25,7 @@ PURE_MODULES = (
     "lowtide.execute.residency",
     "lowtide.execute.steps",
     "lowtide.memory.budget",
+    "lowtide.testing.codecs",
     "lowtide.testing.stores",
     "lowtide.tiers",
 )

@@ -34,3 +34,30 @@ def test_policies_lists_what_the_registry_knows(capsys: pytest.CaptureFixture[st
     assert main(["policies"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in registry.policy_names())
+
+
+def test_codecs_lists_what_they_leave_and_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["codecs", "--density", "0.25", "--json"]) == 0
+    zvc, fp16 = json.loads(capsys.readouterr().out)
+    assert (zvc["name"], zvc["lossless"], zvc["ratio"]) == ("zvc", True, 0.25 + 1 / 32)
+    assert (fp16["name"], fp16["lossless"], fp16["ratio"]) == ("fp16", False, 0.5)
+    for row in (zvc, fp16):
+        slower = min(row["encode_bytes_per_s"], row["decode_bytes_per_s"])
+        assert row["pays_below_bytes_per_s"] == pytest.approx((1 - row["ratio"]) * slower)
+    assert main(["codecs"]) == 0
+    text = capsys.readouterr().out
+    assert "53.1%" in text
+    assert "no: models only" in text
+
+
+def test_a_density_that_is_no_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["codecs", "--density", "2"]) == 2
+    assert "a density of 2.0 is no share" in capsys.readouterr().err
+
+
+def test_a_spill_with_a_codec_is_a_directory_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('hello')")
+    spill = f"file+zvc://{tmp_path}/absent"
+    assert main(["run", "--budget", "1GiB", "--spill", spill, str(script)]) == 2
+    assert f"spill directory {tmp_path}/absent does not exist" in capsys.readouterr().err

@@ -91,6 +91,12 @@ def test_configuration_and_summary_go_to_stderr(
     assert memory == "lowtide: peak 900 MiB of 1.00 GiB; swapped out 5.00 MiB, in 4.00 MiB"
 
 
+def test_what_a_codec_left_to_write_is_told(install: Install, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(lambda *_, **__: STATS | {"disk_written_bytes": 3 * 2**20})
+    assert main(["run", "--budget=1GiB", str(script)]) == 0
+    assert "swapped out 5.00 MiB, in 4.00 MiB; written to disk 3.00 MiB" in capsys.readouterr().err
+
+
 def test_what_is_not_managed_is_named(install: Install, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(lambda *_, **__: STATS | {"unmanaged": {"sparse tensor": 2, "tensor on meta": 1}})
     assert main(["run", "--budget=1GiB", str(script)]) == 0

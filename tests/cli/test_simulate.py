@@ -11,6 +11,7 @@ from lowtide.core.serialize import load_timeline, save
 from lowtide.testing.traces import chain_trace, machine_of
 
 MIB = 2**20
+CODEC = ("--codec", "fp16")
 TRACE = chain_trace(16, nbytes=8 * MIB, duration_s=0.05, static_bytes=10 * MIB)
 
 
@@ -116,3 +117,12 @@ def test_times_are_kept_where_the_trace_cannot_be_timed_anew(
     answer = told(capsys, "--budget", "100%", "--machine", "v100", "--keep-times", trace_path)
     assert answer["machine"] == "v100"
     assert answer["infinite_s"] == TRACE.duration_s
+
+
+def test_a_codec_before_the_spill_shrinks_what_travels(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, half = (told(capsys, "--budget", "50%", "--policy", "swap_all", *more, trace_path) for more in ((), CODEC))
+    assert half["moved_out_bytes"] == int(str(plain["moved_out_bytes"])) // 2
+    assert any("everything through fp16: 50.0% left" in note for note in half["notes"])  # type: ignore[attr-defined]
+    assert "unknown codec 'zip'" in refused(capsys, "--budget", "50%", "--codec", "zip", trace_path)
+    zvc = ("--codec", "zvc", "--density", "3")
+    assert "a density of 3.0 is no share" in refused(capsys, "--budget", "50%", *zvc, trace_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from lowtide.core.trace import Op, Phase, Trace
-from lowtide.plan.layers import LayerKind, crossing_gaps, kind_of, layers_of, step_at
+from lowtide.plan.layers import LayerKind, crossing_gaps, kind_of, layers_of, relu_results, step_at
 from lowtide.testing.networks import INPUT, Layer, network_trace, networks
 from lowtide.testing.traces import chain_trace, make_trace, skip_trace, traces
 
@@ -167,3 +169,24 @@ def test_a_recorded_network_has_the_layers_of_its_modules() -> None:
         assert layer.backward, f"{layer.name} has a backward operator"
         assert trace.ops[layer.backward.start].phase is Phase.BACKWARD
     assert [layer.backward.start for layer in found] == sorted((layer.backward.start for layer in found), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("aten::relu", True),
+        ("aten::relu_", True),
+        ("aten::relu_.default", True),
+        ("aten::leaky_relu", False),
+        ("aten::prelu", False),
+        ("aten::gelu", False),
+        ("aten::convolution", False),
+    ],
+)
+def test_only_what_a_relu_writes_has_zeros(name: str, found: bool) -> None:
+    trace = chain_trace(3)
+    first, *others = trace.ops
+    trace = replace(trace, ops=(replace(first, name=name), *(replace(op, name="aten::relu") for op in others)))
+    backward = {storage for op in others if op.phase is not Phase.FORWARD for storage in op.writes}
+    assert (set(first.writes) <= relu_results(trace)) == found
+    assert not relu_results(trace) & backward

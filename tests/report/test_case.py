@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 
 from lowtide import registry
+from lowtide.codecs import Stats, ZeroValue
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.plan.layers import relu_results
 from lowtide.plan.policy import View
 from lowtide.report import budget_of, problem_of, settle
-from lowtide.report.case import FEEDBACK_STEPS
+from lowtide.report.case import FEEDBACK_STEPS, Encoding
+from lowtide.simulate import Codec
 from lowtide.testing.traces import chain_trace, machine_of
+from tests.plan.policies import shapes
 from tests.report.samples import MACHINE, share, vgg
 
 MIB = 2**20
@@ -89,3 +93,36 @@ def test_times_are_the_machines_where_it_states_them_and_the_traces_own_otherwis
     assert problem_of(trace, MACHINE, budget_bytes=1).trace == trace
     with pytest.raises(BadArgument, match="floating-point"):
         problem_of(trace, stated, budget_bytes=1)
+
+
+FAST_ENGINE = Codec(
+    encode_bytes_per_s=1e13, decode_bytes_per_s=1e13, ratio=ZeroValue().ratio_model(Stats(density=0.25))
+)
+
+
+@pytest.mark.parametrize("policy", ["vdnn_all", "flashneuron"])
+def test_relus_results_travel_through_the_codec_and_others_as_they_are(policy: str) -> None:
+    trace = shapes.vgg()
+    problem = shapes.problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, shapes.BOUND)
+    plain = settle(problem, registry.policy(policy))
+    encoded = settle(problem, registry.policy(policy), encoding=Encoding(name="zvc", codec=FAST_ENGINE))
+    assert encoded.plan == plain.plan, "no policy knows of the codec"
+    moved = [swap.gap.storage for swap in plain.plan.swaps]
+    relus = relu_results(trace)
+    assert sum(one in relus for one in moved) > 0
+    expected = sum(round(trace.storages[one].nbytes * (FAST_ENGINE.ratio if one in relus else 1)) for one in moved)
+    assert encoded.timeline.moved_out_bytes == encoded.timeline.moved_in_bytes == expected
+    assert plain.timeline.moved_out_bytes == sum(trace.storages[one].nbytes for one in moved) > expected
+    assert encoded.timeline.step_s < plain.timeline.step_s, "the link is the bottleneck"
+
+
+def test_a_codec_gains_nothing_where_the_link_is_not_the_bottleneck_and_costs_where_it_is_slow() -> None:
+    trace = shapes.vgg()
+    problem = shapes.problem_of(trace, trace.peak_bytes - MIB, shapes.FAST)
+    plain = settle(problem, registry.policy("vdnn_all")).timeline.step_s
+    assert plain == pytest.approx(trace.duration_s, rel=1e-3)
+    for codec, slower in ((FAST_ENGINE, False), (replace(FAST_ENGINE, decode_bytes_per_s=1e8), True)):
+        encoding = Encoding(name="zvc", codec=codec, everything=True)
+        step_s = settle(problem, registry.policy("vdnn_all"), encoding=encoding).timeline.step_s
+        assert (step_s > 1.5 * plain) == slower
+        assert slower or step_s == pytest.approx(plain, rel=1e-3)

@@ -79,3 +79,8 @@ class TestFaultless(MediumTests):
 class TestFileUrl(MediumTests):
     def make_medium(self, tmp_path: Path) -> Medium:
         return open_medium(f"file://{tmp_path}", capacity_bytes=64 * 2**20)
+
+
+class TestEncoded(MediumTests):
+    def make_medium(self, tmp_path: Path) -> Medium:
+        return open_medium(f"file+zvc://{tmp_path}", capacity_bytes=64 * 2**20)

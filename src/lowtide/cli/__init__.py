@@ -16,7 +16,20 @@ import click
 
 from lowtide.errors import LowtideError
 
-VERBS = ("run", "demo", "doctor", "probe", "capture", "estimate", "plan", "simulate", "compare", "report", "policies")
+VERBS = (
+    "run",
+    "demo",
+    "doctor",
+    "probe",
+    "capture",
+    "estimate",
+    "plan",
+    "simulate",
+    "compare",
+    "report",
+    "policies",
+    "codecs",
+)
 
 EXIT_BAD_ARGUMENT = 2
 EXIT_INTERRUPTED = 130

@@ -23,6 +23,7 @@ from lowtide.memory.budget import (
     parse_device_budget,
 )
 
+_FILE_URL = re.compile(r"file(\+\w+)?:")  # with or without a codec
 _TIERS_EXAMPLE = "cpu=2GiB,disk=40GiB"
 # What a device has free is known once torch is loaded; only the wording is checked before, so any large figure does.
 _SOME_BYTES = 2**40
@@ -100,9 +101,9 @@ def spill_directory(location: str) -> Path:
 def _directories(locations: Sequence[str]) -> list[Path]:
     """Return the directories among spill locations, without the URLs of other tiers."""
     return [
-        Path(unquote(urlsplit(location).path) if location.startswith("file:") else location).expanduser()
+        Path(unquote(urlsplit(location).path) if _FILE_URL.match(location) else location).expanduser()
         for location in locations
-        if location.startswith("file:") or not re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", location)
+        if _FILE_URL.match(location) or not re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", location)
     ]
 
 

@@ -164,6 +164,8 @@ def summary(stats: Mapping[str, Any]) -> list[str]:
         if stats.get("over_budget_bytes"):
             peak += f", {format_bytes(stats['over_budget_bytes'])} over the budget"
     moved = f"swapped out {format_bytes(stats['swapped_out_bytes'])}, in {format_bytes(stats['swapped_in_bytes'])}"
+    if "disk_written_bytes" in stats:  # a codec, or pinned memory in between: the disk sees less
+        moved += f"; written to disk {format_bytes(stats['disk_written_bytes'])}"
     lines = [steps, f"{peak}; {moved}"]
     if stats.get("unmanaged"):
         lines.append(f"not managed: {', '.join(f'{what} ({count})' for what, count in stats['unmanaged'].items())}")

@@ -11,16 +11,22 @@ import click
 from lowtide.cli.cases import check_floor, model_options, read_machine, read_trace
 from lowtide.cli.checks import check_output, check_policy
 from lowtide.cli.output import console, echo_json, facts, write_text
+from lowtide.core.units import format_rate
 
 if TYPE_CHECKING:
     from lowtide.core.timeline import Timeline
     from lowtide.report import Summary
+    from lowtide.report.case import Encoding
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option("--budget", required=True, metavar="B", help="Tensor memory: 2GiB, or 60% of what activations add.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
+@click.option("--codec", metavar="C", help="Put a codec before the spill: zvc or fp16; see 'lowtide codecs'.")
+@click.option(
+    "--density", type=float, default=0.5, show_default=True, metavar="D", help="What a ReLU leaves, for --codec zvc."
+)
 @model_options
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Save the timeline here.")
 @click.option("--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Save a Perfetto/Chrome trace here.")
@@ -31,6 +37,8 @@ def command(
     policy: str,
     budget: str,
     machine: str | None,
+    codec: str | None,
+    density: float,
     keep_times: bool,
     no_recompute: bool,
     allocator: str | None,
@@ -42,13 +50,16 @@ def command(
     """Run the step recorded in TRACE under a policy, on a virtual clock.
 
     Without --machine, operators take the trace's times and the link is this machine's. With it, both are the named
-    machine's. A budget that the policy cannot meet is refused with exit code 2, and no file is written.
+    machine's. A budget that the policy cannot meet is refused with exit code 2, and no file is written. With --codec,
+    what ReLUs wrote travels without its zeros (zvc), or everything in half precision (fp16, which no training here
+    does), at the rates that one thread has on this machine.
 
     \b
     Examples:
       lowtide simulate step.trace --budget 2GiB
       lowtide simulate r50.trace --policy vdnn --budget 60% --machine v100
       lowtide simulate step.trace --budget 50% --perfetto step.json
+      lowtide simulate step.trace --budget 50% --codec zvc --density 0.4
     """
     check_policy(policy)
     check_output(out)
@@ -68,8 +79,11 @@ def command(
         keep_times=keep_times or machine is None,
         can_recompute=not no_recompute,
     )
-    timeline = settle(problem, registry.policy(policy), allocator=allocator).timeline
+    encoding = _encoding(codec, density=density) if codec is not None else None
+    timeline = settle(problem, registry.policy(policy), allocator=allocator, encoding=encoding).timeline
     timeline = replace(timeline, policy=policy)
+    if encoding is not None:
+        timeline = replace(timeline, notes=(*timeline.notes, _told(encoding)))
     summary = summarize(timeline, infinite_s=problem.trace.duration_s)
     if out is not None:
         save(timeline, out)
@@ -80,6 +94,27 @@ def command(
     else:
         _print(timeline, summary, [path for path in (out, perfetto) if path is not None])
     return 0
+
+
+def _encoding(name: str, *, density: float) -> Encoding:
+    from lowtide.codecs import Stats, ZeroValue, codec, measure
+    from lowtide.report.case import Encoding
+    from lowtide.simulate import Codec
+
+    found, stats = codec(name), Stats(density=density)
+    rates = measure(found, stats)
+    cost = Codec(
+        encode_bytes_per_s=rates.encode_bytes_per_s,
+        decode_bytes_per_s=rates.decode_bytes_per_s,
+        ratio=found.ratio_model(stats),
+    )
+    return Encoding(name=name, codec=cost, everything=name != ZeroValue.name)
+
+
+def _told(encoding: Encoding) -> str:
+    cost, what = encoding.codec, "everything" if encoding.everything else "ReLU's results"
+    encode, decode = format_rate(cost.encode_bytes_per_s), format_rate(cost.decode_bytes_per_s)
+    return f"{what} through {encoding.name}: {cost.ratio:.1%} left, encoded at {encode}, decoded at {decode}"
 
 
 def _answer(timeline: Timeline, summary: Summary) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lowtide.execute.accelerator_records import Record
 from lowtide.execute.accelerator_traffic import Traffic, check_free
 from lowtide.execute.backend import Log, Usage
 from lowtide.execute.residency import Residence
-from lowtide.tiers.medium import Medium
+from lowtide.tiers.medium import Medium, figures_of
 from lowtide.tiers.store import ThreadStore
 
 
@@ -108,6 +108,7 @@ class AcceleratorBackend(Traffic):
             "host_peak_bytes": self._host.pool.peak_bytes,
             "disk_written_bytes": self._host.store.written_bytes,
             "disk_read_bytes": self._host.store.read_bytes,
+            **figures_of(self._host.store.medium),
         }
 
     def expect(self, need_bytes: int | None) -> None:

@@ -22,7 +22,7 @@ from lowtide.execute.remaker import Remakes
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.tiers.extents import Extent, Extents
-from lowtide.tiers.medium import Medium
+from lowtide.tiers.medium import Medium, figures_of
 
 _WAIT_MS = 200  # how often a wait looks up to let Ctrl-C through
 
@@ -124,8 +124,8 @@ class CpuBackend(AskedByAllocator):
         )
 
     def figures(self) -> dict[str, object]:
-        """Return the peak of the step that ran last, or runs."""
-        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes}
+        """Return the peak of the step that ran last, or runs, and what the medium counts."""
+        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes, **figures_of(self._medium)}
 
     def too_small(self) -> BaseException:
         interruption = self._native.take_interruption()

@@ -132,6 +132,19 @@ def crossing_gaps(trace: Trace) -> dict[int, Gap]:
     return found
 
 
+def relu_results(trace: Trace) -> frozenset[int]:
+    """Return the storages that a ReLU of the forward pass writes, whose values are zeros for a good part.
+
+    Its relatives (leaky, parametric, GELU) leave none.
+    """
+    return frozenset(
+        storage
+        for op in trace.ops
+        if op.phase is Phase.FORWARD and op.name.rpartition("::")[2].partition(".")[0].rstrip("_") == "relu"
+        for storage in op.writes
+    )
+
+
 def step_at(starts: Sequence[int], op: int) -> int:
     """Return the position of the last of the ascending `starts` that is not after `op` (-1: all are)."""
     return bisect_right(starts, op) - 1

@@ -10,8 +10,9 @@ from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
 from lowtide.core.units import parse_bytes
 from lowtide.errors import BadArgument
+from lowtide.plan.layers import relu_results
 from lowtide.plan.policy import Observes, Policy, Runs
-from lowtide.simulate import simulate
+from lowtide.simulate import Codec, Resources, simulate
 
 # How often a policy that learns from steps may change its mind; Capuchin's feedback settles well before.
 FEEDBACK_STEPS = 16
@@ -29,18 +30,42 @@ class Settled:
     bound: bool = False
 
 
-def settle(problem: Problem, policy: Policy, *, allocator: str | None = None) -> Settled:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """A codec before the spill, by its name and cost: what a ReLU wrote goes through it, or `everything` that swaps."""
+
+    name: str
+    codec: Codec
+    everything: bool = False
+
+    def through(self, plan: Plan, trace: Trace) -> Plan:
+        """Return `plan` with the codec on the swaps that it is for."""
+        zeros = relu_results(trace)
+        swaps = (
+            replace(swap, codec=self.name) if self.everything or swap.gap.storage in zeros else swap
+            for swap in plan.swaps
+        )
+        return replace(plan, swaps=tuple(swaps))
+
+
+def settle(
+    problem: Problem, policy: Policy, *, allocator: str | None = None, encoding: Encoding | None = None
+) -> Settled:
     """Return the step of a problem under a policy; raise `BudgetTooSmall` where it does not fit.
 
     A policy with `observe` sees each step and may change its plan, until it does not: those steps count as trials.
+    No policy knows of the `encoding`: it plans for a link on which bytes travel as they are.
     """
+    resources = Resources(codecs={encoding.name: encoding.codec}) if encoding is not None else None
     plan = policy.plan(problem)
     bound = _ignores_budget(policy, plan)
     budget_bytes = plan.prediction.peak_bytes if bound and plan.prediction is not None else problem.budget_bytes
 
     def run(plan: Plan) -> Timeline:
         within = replace(problem, budget_bytes=budget_bytes)
-        timeline = simulate(within, plan, policy=policy, allocator=allocator)
+        if encoding is not None:
+            plan = encoding.through(plan, problem.trace)
+        timeline = simulate(within, plan, policy=policy, allocator=allocator, resources=resources)
         return replace(timeline, budget_bytes=problem.budget_bytes)
 
     timeline = run(plan)

@@ -5,6 +5,7 @@ spill= --open_medium--> Medium (blocking, at offsets) --ThreadStore--> Store (ex
 
 from __future__ import annotations
 
+from lowtide.tiers.encoded import Encoded
 from lowtide.tiers.extents import Extent, Extents
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import ALIGN_BYTES, Medium
@@ -16,6 +17,7 @@ from lowtide.tiers.wrappers import Direction, Fault, FaultKind, Faulty, Latency,
 __all__ = [
     "ALIGN_BYTES",
     "Direction",
+    "Encoded",
     "Extent",
     "Extents",
     "Fault",

@@ -43,3 +43,9 @@ class Medium(Protocol):
 
     def close(self) -> None:
         """Release everything, on disk too."""
+
+
+def figures_of(medium: Medium) -> dict[str, object]:
+    """Return what a medium counts by itself, ready for a logger: most count nothing."""
+    figures: dict[str, object] = getattr(medium, "figures", dict)()
+    return figures

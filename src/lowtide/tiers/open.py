@@ -10,8 +10,10 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from lowtide.codecs import codec
 from lowtide.errors import BadArgument
 from lowtide.tiers import failures, filesystem
+from lowtide.tiers.encoded import ZERO_VALUE, Encoded
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.null import NullMedium
@@ -32,8 +34,9 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
     """Return the medium that `spill` names.
 
-    A directory, several (striped), a tier URL (`file:///fast/disk`, `null:`, or the scheme of an installed plug-in), a
-    medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a temporary directory on a disk.
+    A directory, several (striped), a tier URL (`file:///fast/disk`, `null:`, the scheme of an installed plug-in, or any
+    of these with a lossless codec: `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what
+    $LOWTIDE_SPILL names, else a temporary directory on a disk.
     """
     failures.checked_capacity(capacity_bytes)
     if spill is None:
@@ -83,10 +86,23 @@ def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == scheme:
             return _open_plugin(point, url, capacity_bytes=capacity_bytes)
+    tier, _, name = scheme.rpartition("+")
+    if tier:
+        return _open_encoded(f"{tier}:{url.partition(':')[2]}", name, capacity_bytes=capacity_bytes)
     raise BadArgument(
         f"unknown tier '{scheme}' in {url!r}: known are {', '.join(known_schemes())}; "
         "write a directory that has a colon in its name with ./ before it"
     )
+
+
+def _open_encoded(url: str, name: str, *, capacity_bytes: int | None) -> Medium:
+    codecs = [one for one in ZERO_VALUE if one.name == name] or [codec(name)]
+    medium = open_medium(url, capacity_bytes=capacity_bytes)
+    try:
+        return Encoded(medium, codecs=codecs)
+    except BadArgument:
+        medium.close()
+        raise
 
 
 def _open_plugin(point: EntryPoint, url: str, *, capacity_bytes: int | None) -> Medium:

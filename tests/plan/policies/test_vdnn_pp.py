@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from lowtide.codecs import Stats, ZeroValue
 from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Trace
+from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.policies.vdnn import VdnnAll, VdnnConv
 from lowtide.plan.policies.vdnn_pp import VdnnPlusPlus, host_bytes
 from lowtide.plan.verify import check, replay
+from lowtide.testing.codecs import some_values
 from lowtide.testing.networks import MIB, network_trace, networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import problems
@@ -129,6 +133,33 @@ def test_compression_shrinks_what_is_pinned_on_the_host_and_nothing_else() -> No
     assert packed.notes[1] == "compressed on the host: 1.60 MiB"
     assert packed.swaps == plain.swaps
     assert packed.prediction == plain.prediction
+
+
+@pytest.mark.parametrize("density", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)
+def test_a_codec_on_the_host_pins_fewer_bytes(trace: Trace, density: float) -> None:
+    ratio = ZeroValue().ratio_model(Stats(density=density))
+    plan = VdnnPlusPlus(offload="all", host_ratio=ratio).plan(problem_of(trace, ROOMY))
+    plain, packed = host_bytes(trace, plan.swaps), host_bytes(trace, plan.swaps, ratio=ratio)
+    assert 0 < packed < plain
+    assert packed == pytest.approx(ratio * plain, abs=len(plan.swaps))  # each in whole bytes
+    assert plan.notes[1] == f"compressed on the host: {format_bytes(packed)}"
+
+
+def test_what_the_codec_leaves_of_real_copies_is_what_the_plan_pins() -> None:
+    trace = network_trace(chain(*["conv"] * 5, "linear"))
+    plan = VdnnPlusPlus(offload="all").plan(problem_of(trace, ROOMY))
+    codec, pinned, kept = ZeroValue(), 0, 0
+    for swap in plan.swaps:
+        copy = some_values(trace.storages[swap.gap.storage].nbytes // 4, density=0.5, seed=swap.gap.storage)
+        pinned += codec.encode(copy).nbytes
+        kept += np.count_nonzero(copy)
+    # All four are away at once.
+    plain = host_bytes(trace, plan.swaps)
+    assert plain == 4 * MIB == sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps)
+    ratio = codec.ratio_model(Stats(density=4 * kept / plain))
+    assert pinned == pytest.approx(host_bytes(trace, plan.swaps, ratio=ratio), abs=len(plan.swaps))
+    assert pinned < 0.6 * plain
 
 
 @pytest.mark.parametrize("arguments", [{"offload": "some"}, {"host_ratio": 0.0}, {"host_ratio": 1.5}])

@@ -10,6 +10,9 @@ in half precision, and half if it is stored without its zeros (CSR).
              and take later CSR tensors (then half precision ones) until they make up for its bytes.
              If the need is still not covered, take any CSR tensor, then any in half precision, then any.
 
+Phase 2 prefers a late CSR tensor to an early one in half precision, and the next one to a smaller one: it may time out
+though some set of compressible tensors would not. `complete=True` looks for such a set then; the paper does not.
+
 The backward pass asks for everything at once, in the order of its use; each comes as soon as there is space.
 
 Memory is one pool with two ends: what stays is placed from the low end, what leaves from the high end.
@@ -25,7 +28,7 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.layers import LayerKind, crossing_gaps, kind_of
+from lowtide.plan.layers import crossing_gaps, relu_results
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.sweep import Sweep, link_of
 
@@ -34,6 +37,8 @@ FREE_SHARES = (0.6, 0.4, 0.2, 0.0)
 LEAST_BYTES = 1 << 20
 # 1 MB is little beside the gigabytes of the paper: a smaller step gets a smaller threshold.
 LEAST_SHARE = 1e-3
+# Networks have few different sizes, and sets of them few different sums; this is for those that do not.
+MOST_SETS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +65,29 @@ class Selection:
     timed_out: bool
 
 
-def select(tensors: Sequence[Tensor], *, need_bytes: int, write_bytes_per_s: float, forward_end_s: float) -> Selection:
-    """Return the tensors that both phases choose from those of the forward pass."""
+def select(
+    tensors: Sequence[Tensor],
+    *,
+    need_bytes: int,
+    write_bytes_per_s: float,
+    forward_end_s: float,
+    complete: bool = False,
+) -> Selection:
+    """Return the tensors that both phases choose from those of the forward pass.
+
+    If they time out and `complete` is set: a set of compressible tensors that covers the need in time, if there is one.
+    """
+    found = _phases(tensors, need_bytes=need_bytes, write_bytes_per_s=write_bytes_per_s, forward_end_s=forward_end_s)
+    if complete and found.timed_out:
+        compressible = sorted((one for one in tensors if one.csr or one.fp16), key=_in_order)
+        chosen = in_time(compressible, need_bytes, write_bytes_per_s=write_bytes_per_s, forward_end_s=forward_end_s)
+        if chosen is not None:
+            end_s = last_landing_s(chosen, write_bytes_per_s=write_bytes_per_s)
+            return Selection(tensors=chosen, end_s=end_s, timed_out=False)
+    return found
+
+
+def _phases(tensors: Sequence[Tensor], *, need_bytes: int, write_bytes_per_s: float, forward_end_s: float) -> Selection:
 
     def judged(chosen: Iterable[Tensor]) -> Selection:
         ordered = tuple(sorted(chosen, key=_in_order))
@@ -123,11 +149,37 @@ def last_landing_s(tensors: Iterable[Tensor], *, write_bytes_per_s: float) -> fl
     return free_s
 
 
+def in_time(
+    tensors: Sequence[Tensor], need_bytes: int, *, write_bytes_per_s: float, forward_end_s: float
+) -> tuple[Tensor, ...] | None:
+    """Return tensors that cover the need and land in time, or None if no set of them does.
+
+    Of two sets of the tensors so far, one that lands no later and has no fewer bytes is as good for all that follows:
+    only the others are kept, by when they land. None, too, if more than `MOST_SETS` would have to be kept.
+    """
+    front: list[tuple[float, int, tuple[Tensor, ...]]] = [(0.0, 0, ())]
+    for tensor in tensors:
+        transfer_s = tensor.transfer_s(write_bytes_per_s)
+        grown = [
+            (max(end_s, tensor.start_s) + transfer_s, nbytes + tensor.nbytes, (*chosen, tensor))
+            for end_s, nbytes, chosen in front
+            if nbytes < need_bytes
+        ]
+        candidates, front = sorted([*front, *grown], key=lambda one: (one[0], -one[1])), []
+        for one in candidates:
+            if one[0] <= forward_end_s and (not front or one[1] > front[-1][1]):
+                front.append(one)
+        if len(front) > MOST_SETS:
+            return None
+    return front[-1][2] if front[-1][1] >= need_bytes else None
+
+
 class FlashNeuron:
     """Offloads in forward order until the rest fits.
 
-    `csr` and `fp16` let the selection count on compression of ReLU outputs, and of everything; both are off, because
-    what is swapped here travels as it is.
+    `csr` and `fp16` let the selection count on compression of ReLU outputs, and of everything. A spill with a codec
+    (`spill="file+zvc:///fast/disk"`) does write ReLU outputs without their zeros; half precision is a model, since what
+    is trained with here stays the same to the bit. `complete`: see above.
     """
 
     name = "flashneuron"
@@ -138,15 +190,17 @@ class FlashNeuron:
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Bae et al., FAST 2021",
         reconstructed=(
-            "the share of 0.6 is lowered where the choice does not fit, and memory comes before time; compression is "
-            "modelled in the selection, and without it there is no phase 2; the tier is a file, not a device that the "
+            "the share of 0.6 is lowered where the choice does not fit, and memory comes before time; compression "
+            "counts in the selection when switched on, and without it there is no phase 2; zeros are left out by a "
+            "spill such as file+zvc:///dir, half precision is a model; the tier is a file, not a device that the "
             "accelerator reaches by itself"
         ),
     )
 
-    def __init__(self, *, csr: bool = False, fp16: bool = False) -> None:
+    def __init__(self, *, csr: bool = False, fp16: bool = False, complete: bool = False) -> None:
         self._csr = csr
         self._fp16 = fp16
+        self._complete = complete
 
     def plan(self, problem: Problem) -> Plan:
         """Return the offloads of the first share of free memory with which the step fits."""
@@ -177,6 +231,7 @@ class FlashNeuron:
                     need_bytes=total_bytes - int(share * free_bytes),
                     write_bytes_per_s=link_of(problem).write_bytes_per_s,
                     forward_end_s=_forward_end_s(problem.trace),
+                    complete=self._complete,
                 )
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
@@ -186,12 +241,7 @@ class FlashNeuron:
 
 def tensors_of(trace: Trace, *, csr: bool, fp16: bool) -> list[Tensor]:
     """Return what the forward pass leaves for the backward pass; ReLU's results are the ones with zeros."""
-    zeros = {
-        storage
-        for op in trace.ops
-        if op.phase is Phase.FORWARD and kind_of(op) is LayerKind.ACTIVATION and "relu" in op.name
-        for storage in op.writes
-    }
+    zeros = relu_results(trace)
     starts = [*(op.start_s for op in trace.ops), trace.duration_s]
     return [
         Tensor(

@@ -36,11 +36,11 @@ def offload_alternate_conv(trace: Trace, layers: Sequence[Layer]) -> tuple[Gap, 
     return tuple(gap for gap in offload_conv(trace, layers) if gap.storage in kept or gap.storage not in skipped)
 
 
-def host_bytes(trace: Trace, swaps: Sequence[Swap]) -> int:
-    """Return the most bytes that wait outside of fast memory at once."""
+def host_bytes(trace: Trace, swaps: Sequence[Swap], *, ratio: float = 1.0) -> int:
+    """Return the most bytes that wait outside of fast memory at once; of each copy, `ratio` of its bytes are left."""
     curve = Curve([0] * len(trace.ops))
     for swap in swaps:
-        curve.add(swap.gap.after_op, swap.gap.before_op, trace.storages[swap.gap.storage].nbytes)
+        curve.add(swap.gap.after_op, swap.gap.before_op, int(trace.storages[swap.gap.storage].nbytes * ratio))
     return max(curve.values(), default=0)
 
 
@@ -56,7 +56,8 @@ class VdnnPlusPlus:
     """Moves what vDNN moves, and waits only for memory.
 
     `offload`: "none", "alternate_conv", "conv", "all", or "dyn" for the first of them that fits. `host_ratio`: the
-    compressed size of a copy on the host, as a share of its bytes.
+    compressed size of a copy on the host, as a share of its bytes, such as a codec's
+    `ZeroValue().ratio_model(Stats(density=0.5))`.
     """
 
     name = "vdnn_pp"
@@ -86,7 +87,8 @@ class VdnnPlusPlus:
         pinned_bytes = host_bytes(problem.trace, trial.swaps)
         notes = [f"takes {trial.label}; pins at most {format_bytes(pinned_bytes)} on the host"]
         if self._host_ratio < 1:
-            notes.append(f"compressed on the host: {format_bytes(int(pinned_bytes * self._host_ratio))}")
+            packed_bytes = host_bytes(problem.trace, trial.swaps, ratio=self._host_ratio)
+            notes.append(f"compressed on the host: {format_bytes(packed_bytes)}")
         if trial.prediction.peak_bytes > problem.budget_bytes:
             notes.append(
                 f"best effort: {trial.label} needs {format_bytes(trial.prediction.peak_bytes)}, "
