@@ -28,6 +28,7 @@ from benchmarks.jobs import ROOT, Answer, Job, launch
 from benchmarks.results import RESULTS_VERSION, Entrant, environment, summary
 
 MODEL_NAMES = ("vgg16", "gpt", "resnet50", "bert")
+MORE_NAMES = ("vgg16_linear", "vgg16_linear_zero_last")
 CONTENDERS = ("stock", "lowtide", "unpressed", "checkpoint", "naive", "kernel_swap")
 # Above the peak by more than what a caching allocator keeps beside it.
 _UNPRESSED_FACTOR = 1.5
@@ -233,7 +234,7 @@ def _share(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     defaults = asdict(Job(model="", contender="", spill=""))
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--models", nargs="+", choices=(*MODEL_NAMES, "vgg16_linear"), default=list(MODEL_NAMES))
+    parser.add_argument("--models", nargs="+", choices=(*MODEL_NAMES, *MORE_NAMES), default=list(MODEL_NAMES))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument(
         "--shares", nargs="+", type=_share, default=[0.6, 0.45], help="budget = static + share x (peak - static)"
