@@ -1,33 +1,25 @@
-"""The runtime: autograd's hooks above, the residency machine in the middle, a backend below.
-
-Note [Locks]: `_lock` guards the machine and the matcher and is never held while anything waits: neither for a
-transfer nor for room. The pressure callback takes it on whatever thread allocates; it may run inside our own calls to
-the backend, on the same thread, which is why the lock is reentrant and why commands run only after the machine has
-returned (R3).
-"""
+"""The runtime: autograd's hooks above, the residency machine in the middle, a backend below."""
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.errors import SpillFull
 from lowtide.execute import events as e
 from lowtide.execute.backend import Backend, Packed
+from lowtide.execute.driver import Driver
 from lowtide.execute.feedback import Wait
 from lowtide.execute.gradients import Gradients
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
 from lowtide.execute.remaker import Remaker, can_watch
-from lowtide.execute.residency import Residence, Residency
+from lowtide.execute.residency import Residence
 from lowtide.execute.steps import Matcher
-from lowtide.execute.view import DroppingView
 from lowtide.plan.policy import Policy
 
 Handle = KeptTensor | SavedTensor
@@ -36,26 +28,20 @@ Handle = KeptTensor | SavedTensor
 _LEAST_WAIT_S = 1e-4
 
 
-class Runtime:
+class Runtime(Driver):
     """Keeps saved tensors inside the backend's budget, one step after the other."""
 
     def __init__(
         self, backend: Backend, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
     ) -> None:
-        self.backend = backend
+        super().__init__(backend, policy, strict=strict)
         self.matcher = Matcher()
-        self.machine = Residency(self._victims)
         self.unmanaged: Counter[str] = Counter()
-        self.failure: BaseException | None = None
         self.waits: list[Wait] = []
         self.gradient_serials: set[int] = set()
-        self._policy = policy
         self._least_bytes = least_bytes
-        self._strict = strict
-        self._lock = threading.RLock()
         self._key_of: dict[int, int] = {}
         self._next_key = 0
-        self.remaker: Remaker | None = None
         if remakes and backend.remakes is not None:
             self.remaker = Remaker(backend.remakes, self, least_bytes=least_bytes)
         self.gradients = Gradients(self) if backend.frees_gradient is not None else None
@@ -143,11 +129,6 @@ class Runtime:
         if self.machine.discards:
             return None
         return self.matcher.followed.calls if self.matcher.followed is not None else ()
-
-    def _victims(self, machine: Residency, need_bytes: int) -> Iterator[int]:
-        if machine.discards and self.remaker is not None:
-            return self._policy.victims(DroppingView(machine, self.remaker), need_bytes)
-        return self._policy.victims(machine, need_bytes)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -270,47 +251,6 @@ class Runtime:
             self._used(record)
         return tensor
 
-    def _pin(self, record: int) -> list[e.Command]:
-        """Keep a record from leaving until `_used`; return what brings it back."""
-        with self._lock:
-            self._settle()
-            return self.machine.on(e.Needed(record))
-
-    def _bring_back(self, record: int, commands: list[e.Command]) -> None:
-        """Ask for a record that is pinned: it is there, on its way or made again when this returns."""
-        for command in commands:
-            match command:
-                case e.Fetch():
-                    self._fetch(record)
-                case e.Keep():
-                    if not self.backend.keep(record):
-                        self._fetch(record)
-                case e.Remake():
-                    self._remake(record)
-
-    def _attached(self, record: int, attach: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-        """Return a tensor on a record's storage once that is there."""
-        tensor = attach()
-        while tensor is None:
-            self.backend.wait(record)
-            tensor = attach()
-            if tensor is None:  # it had left in the meantime
-                self._fetch(record)
-        return tensor
-
-    def _used(self, record: int) -> None:
-        with self._lock:
-            self._settle()
-            self.machine.on(e.Used(record))
-
-    def _fetch(self, record: int) -> None:
-        try:
-            self.backend.fetch(record)
-        except BaseException:
-            with self._lock:
-                self.machine.on(e.ReadFailed(record))  # it is not on its way: nobody may wait for it
-            raise
-
     # ---- what is made again (see `Records`) ----
 
     def _remake(self, record: int) -> None:
@@ -352,19 +292,6 @@ class Runtime:
         finally:
             self._used(record)
 
-    def is_dropped(self, record: int) -> bool | None:
-        """Tell whether a record was given up (None: there is no such record)."""
-        with self._lock:
-            self._settle()  # it may be gone by now
-            where = self.machine.where(record)
-        return None if where is None else where is Residence.DROPPED
-
-    def remade(self, record: int) -> None:
-        """Take note that a record is in memory again."""
-        with self._lock:
-            self._run(self.machine.on(e.Remade(record)))
-            self.backend.watch(record)
-
     def _advance(self, signature: int) -> list[int]:
         """Count one event of the step, do what the plan wants at it; return the records whose transfer it awaits."""
         turn = self.matcher.advance(signature)
@@ -391,87 +318,3 @@ class Runtime:
             record = self.machine.record_of(key)
             if record is not None:
                 self.backend.stage(record)
-
-    def _await(self, records: list[int]) -> None:
-        """Wait for transfers that a synchronous plan waits for. Without the lock: see Note [Locks]."""
-        for record in records:
-            self.backend.wait(record)
-
-    # ---- the backend's side ----
-
-    def on_pressure(self, need_bytes: int) -> int:
-        """Make room where an allocation does not fit; return the bytes in flight, below zero after an error."""
-        try:
-            with self._lock:
-                self._settle()
-                self.backend.forget_freed()  # what others freed meanwhile is room too
-                held = True
-                while held:
-                    held = not self._run(self.machine.on(e.Pressure(need_bytes)))
-                self._settle()
-                return self.machine.moving_bytes()
-        except BaseException as error:  # noqa: BLE001  # C++ cannot take it; it is raised where the step ends
-            self.failure = error
-            return -1
-
-    def take_failure(self) -> BaseException:
-        """Return what went wrong while making room, once."""
-        assert self.failure is not None
-        failure, self.failure = self.failure, None
-        return failure
-
-    def _settle(self) -> None:
-        """Tell the machine what happened in the background."""
-        for event in self.backend.events():
-            self._run(self.machine.on(event))
-            if isinstance(event, e.Gone) and self.remaker is not None:
-                self.remaker.gone(event.record)
-        if self._strict:
-            self.machine.validate()
-
-    def _run(self, commands: list[e.Command]) -> bool:
-        """Carry out commands, none of which waits; return False if one could not be carried out."""
-        done = True
-        for command in commands:
-            match command:
-                case e.Write(record):
-                    done &= self._write(record)
-                case e.Drop(record):
-                    if self.backend.drop(record):
-                        self.machine.on(e.Dropped(record))
-                    else:
-                        done = False
-                        self._run(self.machine.on(e.Held(record)))
-                case e.Discard(record):
-                    done &= self._discard(record)
-                case e.Keep(record):
-                    self.backend.keep(record)
-                case e.Prefetch(record):
-                    if not self.backend.prefetch(record):
-                        self.machine.on(e.NoRoom(record))
-                case e.Watch(record):
-                    self.backend.watch(record)
-                case e.Fetch(record):
-                    raise AssertionError(f"record {record} is fetched only where autograd needs it")
-        return done
-
-    def _write(self, record: int) -> bool:
-        try:
-            if self.backend.write(record, self.machine.nbytes(record)):
-                return True
-        except SpillFull:
-            self.machine.on(e.WriteFailed(record))
-            return False
-        self._run(self.machine.on(e.Held(record)))
-        return False
-
-    def _discard(self, record: int) -> bool:
-        """Give a record up without a copy if it can be made again, else write it; return whether it goes."""
-        assert self.remaker is not None
-        match self.remaker.discard(record):
-            case None:
-                return self._run(self.machine.on(e.Unmakeable(record)))
-            case False:
-                self._run(self.machine.on(e.Held(record)))
-                return False
-        return True
