@@ -10,7 +10,15 @@ import pytest
 import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from tests.execute.training import Need, Training, need
+
 HANG_S = 120
+
+
+@pytest.fixture(scope="module")
+def mlp_need(tmp_path_factory: pytest.TempPathFactory) -> Need:
+    """Return what the small training takes."""
+    return need(Training, tmp_path_factory.mktemp("need"))
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -15,15 +15,10 @@ from lowtide.plan.policy import Policy
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium, Latency
 from lowtide.tiers.medium import Medium
 from tests.bitwise.drop_all import DropAll
-from tests.execute.training import Need, Training, need, records
+from tests.execute.training import Need, Training, records
 
 STEPS = 6
 POLICIES: dict[str, Callable[[], Policy]] = {"drop_all": lambda: DropAll(once=False), "dtr": Dtr}
-
-
-@pytest.fixture(scope="module")
-def mlp_need(tmp_path_factory: pytest.TempPathFactory) -> Need:
-    return need(Training, tmp_path_factory.mktemp("need"))
 
 
 @pytest.fixture(scope="module")

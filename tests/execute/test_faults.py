@@ -26,14 +26,9 @@ import lowtide
 from lowtide.memory.native import load
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium, Latency
 from lowtide.tiers.medium import Medium
-from tests.execute.training import Need, Training, need, records
+from tests.execute.training import Need, Training, records
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def mlp_need(tmp_path_factory: pytest.TempPathFactory) -> Need:
-    return need(Training, tmp_path_factory.mktemp("need"))
 
 
 @pytest.fixture(scope="module")

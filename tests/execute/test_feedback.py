@@ -11,23 +11,15 @@ import lowtide
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Timeline
 from lowtide.plan.policies.capuchin import Capuchin
-from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.tiers import FileMedium, Latency
-from tests.execute.training import Need, Training, need
+from tests.execute.training import Need, OnDemand, Training
 
 
-class OnDemand(SwapAll):
+class Learning(OnDemand):
     """Asks for nothing in advance until it sees what was waited for; then asks for that one operator earlier."""
-
-    name = "on_demand"
 
     def __init__(self) -> None:
         self.seen: list[tuple[Plan, Timeline]] = []
-
-    def plan(self, problem: Problem) -> Plan:
-        plan = super().plan(problem)
-        swaps = tuple(replace(swap, fetch_op=swap.gap.before_op) for swap in plan.swaps)
-        return replace(plan, policy=self.name, swaps=swaps, prediction=None)
 
     def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
         self.seen.append((plan, timeline))
@@ -50,17 +42,12 @@ class Asked(Capuchin):
         return super().observe(problem, plan, timeline)
 
 
-@pytest.fixture(scope="module")
-def mlp_need(tmp_path_factory: pytest.TempPathFactory) -> Need:
-    return need(Training, tmp_path_factory.mktemp("need"))
-
-
 def slow_reads(directory: Path) -> Latency:
     return Latency(FileMedium([directory]), read_s=0.005)
 
 
 def test_a_policy_sees_each_wait_and_its_new_plan_is_followed(mlp_need: Need, tmp_path: Path) -> None:
-    training, policy = Training(), OnDemand()
+    training, policy = Training(), Learning()
     with lowtide.fit(
         training.model, training.optimizer, budget=mlp_need.share(0.6), spill=slow_reads(tmp_path), policy=policy
     ) as tide:

@@ -19,8 +19,9 @@ import lowtide
 from lowtide.core.trace import Kind
 from lowtide.execute import gradients as gradients_module
 from lowtide.execute.cpu import CpuBackend
+from lowtide.execute.residency import Residence
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium
-from tests.execute.training import NO_PRESSURE_BYTES, Training, digest, need
+from tests.execute.training import NO_PRESSURE_BYTES, OnDemand, Training, digest, need
 
 Step = Callable[[], AbstractContextManager[Any]]
 Sees = list[tuple[str, str]]
@@ -371,16 +372,20 @@ def test_where_a_reducer_may_read_them_gradients_stay(tmp_path: Path, monkeypatc
 def test_a_gradient_that_cannot_be_read_back_is_an_error_and_then_a_warning(tmp_path: Path) -> None:
     training = heavy()
     medium = Faulty(FileMedium([tmp_path]), script=())
+    tide = lowtide.fit(training.model, training.optimizer, budget=NO_PRESSURE_BYTES, spill=medium, policy=OnDemand())
 
     def break_disk(_parameter: Tensor) -> None:  # by then only gradients are away
         if training.done == 2:
+            machine = tide._runtime.machine
+            for record in machine.records():
+                if machine.where(record) is Residence.LEAVING:
+                    tide._backend.wait(record)
             medium.script = (Fault(direction=Direction.READ, nth=1, kind=FaultKind.EIO, lasting=True),)
 
     after_gradient(training.model.body[0].weight, break_disk)
     with pytest.warns(RuntimeWarning, match="a gradient is lost"):
-        with pytest.raises(lowtide.SpillError):
-            with swapping(training, medium) as tide:  # type: ignore[arg-type]
-                training.steps(3, tide.step)
+        with pytest.raises(lowtide.SpillError), tide:
+            training.steps(3, tide.step)
     assert medium.fired
     assert training.done == 2
     assert training.model.head[2].weight.grad is None

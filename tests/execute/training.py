@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from lowtide.core.plan import Plan, Problem
 from lowtide.memory.native import load
+from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.tiers import FileMedium
 from tests import models
 
@@ -102,6 +104,17 @@ class Training:
         """Return everything that must be equal."""
         state = [digest(tensor) for tensor in self.model.state_dict().values()]
         return {"losses": self.losses, "gradients": self.gradients, "state": state}
+
+
+class OnDemand(SwapAll):
+    """Swaps everything that can be, and asks for nothing in advance."""
+
+    name = "on_demand"
+
+    def plan(self, problem: Problem) -> Plan:
+        plan = super().plan(problem)
+        swaps = tuple(replace(swap, fetch_op=swap.gap.before_op) for swap in plan.swaps)
+        return replace(plan, policy=self.name, swaps=swaps, prediction=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,13 +232,13 @@ class Runtime(Driver):
         where = self.machine.where(record)
         commands = self._pin(record)
         try:
+            start_s = time.perf_counter()
             # A demanded read is queued before the prefetches of this event, which must not delay it.
             self._bring_back(record, commands)
             with self._lock:
                 event = len(self.matcher.signature)
                 awaited = self._advance(-1 - handle.key)
             self._await(awaited)
-            start_s = time.perf_counter()
             tensor = self._attached(record, lambda: backend.tensor(handle.pack, handle.dtype))
             if where in (Residence.AWAY, Residence.ARRIVING):
                 wait = Wait(handle.key, event, start_s, time.perf_counter(), demanded=where is Residence.AWAY)
