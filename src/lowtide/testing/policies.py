@@ -20,7 +20,7 @@ import pytest
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
-from lowtide.plan.policy import Family, Policy
+from lowtide.plan.policy import Family, Policy, by_age
 from lowtide.plan.verify import Replay, replay
 from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
 from lowtide.testing.traces import chain_trace, machine_of, make_trace, problems, residual_trace, skip_trace
@@ -63,6 +63,10 @@ class FakeView:
     def evictable(self) -> Sequence[int]:
         """Return all records."""
         return range(len(self._records))
+
+    def oldest(self, need_bytes: int) -> Sequence[int]:
+        """Return the records with the oldest events that cover `need_bytes`."""
+        return by_age(self, need_bytes)
 
     def nbytes(self, record: int) -> int:
         """Return the record's bytes."""
