@@ -204,15 +204,7 @@ def assert_same_order(net: str, policy: str, share: float, spill: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "policy"),
-    [
-        ("mlp", "auto"),
-        ("mlp", "capuchin"),
-        ("mlp", "superneurons"),
-        ("mlp", "lru"),
-        ("resnet", "auto"),
-        ("resnet", "vdnn_pp"),
-    ],
+    ("net", "policy"), [("mlp", "auto"), ("mlp", "superneurons"), ("mlp", "lru"), ("resnet", "vdnn_pp")]
 )
 def test_storages_leave_and_come_back_in_the_same_order(net: str, policy: str, tmp_path: Path) -> None:
     assert_same_order(net, policy, 0.6, tmp_path)

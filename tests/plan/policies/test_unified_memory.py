@@ -28,7 +28,7 @@ from tests.plan.policies.shapes import densenet, inception, predicted, problem_o
 
 NETS = (vgg(), resnet(12), inception(), densenet())
 LINK = Link(write_bytes_per_s=1e10, read_bytes_per_s=1e10)
-RECORDED = [load_trace(path) for path in sorted((Path(__file__).parents[2] / "data").glob("*.trace"))]
+RECORDED = load_trace(Path(__file__).parents[2] / "data" / "vgg.trace")
 FAULT_S = 45e-6  # UVMSmart's configuration
 
 
@@ -87,7 +87,7 @@ def test_a_scan_degrades_sharply_past_the_memory_it_has() -> None:
     assert over.step_s > fits.step_s + 160 * FAULT_S
 
 
-@pytest.mark.parametrize("trace", [*NETS, *RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
+@pytest.mark.parametrize("trace", [*NETS[:2], RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
 def test_a_network_degrades_past_the_memory_it_has_and_the_more_the_less_it_has(trace: Trace) -> None:
     """The page model, which nothing executes: what a step takes at 80% to 300% of the memory there is."""
     need_bytes = least_without_faults(trace)
