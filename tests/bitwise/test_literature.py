@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import registry
-from tests.bitwise.harness import need, pressed, stock
+from tests.bitwise.harness import UNPRESSED_BYTES, managed, need, pressed, stock
 from tests.bitwise.record import assert_identical
 
 # These keep everything in memory, so they cannot train inside a budget.
@@ -26,3 +26,10 @@ def test_losses_gradients_and_parameters_are_stocks(name: str, policy: str, tmp_
     assert outcome.stats["budget_bytes"] < need(name).peak_bytes
     assert outcome.stats["swapped_out_bytes"] > 0  # of the recorded steps, where all else is made again
     assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"]
+
+
+@pytest.mark.parametrize("policy", UNBOUNDED)
+def test_who_keeps_everything_trains_as_stock_where_it_fits(policy: str, tmp_path: Path) -> None:
+    outcome = managed("cnn", budget_bytes=UNPRESSED_BYTES, spill=tmp_path, policy=policy)
+    assert_identical(stock("cnn"), outcome.record)
+    assert (outcome.stats["policy"], outcome.stats["swapped_out_bytes"]) == (policy, 0)

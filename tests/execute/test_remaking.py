@@ -157,6 +157,20 @@ def dropped(tide: Tide) -> int:
     return sum(bool(tide._runtime.is_dropped(record)) for record in tide._runtime.machine.records())
 
 
+def test_what_the_last_remembered_call_made_is_given_up_too(tmp_path: Path) -> None:
+    # What a call makes is saved when the call is over: by its own operator, or by one that reads it.
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DropAll(once=True)) as tide:
+        weights, inputs = trained(tide)
+        plan = tide.plan()
+        assert plan is not None
+        with tide.step():
+            loss = chained(weights, inputs)
+            assert dropped(tide) == len({one.gap.storage for one in plan.recomputes}) > 1
+            written = tide.stats()["swapped_out_bytes"]
+            loss.backward()
+        assert tide.stats()["swapped_out_bytes"] == written
+
+
 def test_nothing_given_up_outlives_its_step(tmp_path: Path) -> None:
     with opened(tmp_path) as tide:
         weights, inputs = trained(tide)

@@ -41,6 +41,7 @@ from lowtide.execute.events import (
     Written,
 )
 from lowtide.execute.residency import Residence, Residency
+from lowtide.plan.policy import by_age
 
 
 def everything(view: Residency, need_bytes: int) -> Iterator[int]:
@@ -612,6 +613,16 @@ class Histories(RuleBasedStateMachine):
     def what_is_on_the_tier_only_was_written_before(self) -> None:
         away = {record for record, where in self.truth.items() if where is Residence.AWAY}
         assert away <= self.on_tier
+
+    @invariant()
+    def the_oldest_are_those_that_sorting_finds(self) -> None:
+        for need_bytes in (150, 10**9):
+            assert list(self.machine.oldest(need_bytes)) == by_age(self.machine, need_bytes)
+
+    @invariant()
+    def bytes_in_flight_are_those_of_the_records_that_move(self) -> None:
+        leaving = [one for one in self.machine.records() if self.machine.where(one) is Residence.LEAVING]
+        assert self.machine.leaving_bytes() == sum(self.machine.nbytes(record) for record in leaving)
 
     def teardown(self) -> None:
         self.settle()

@@ -191,6 +191,37 @@ def test_a_prefetch_is_asked_for_before_its_use_in_any_case() -> None:
     assert compiled(swap(1, 3, 7, 5)).due == {1: (1,)}
 
 
+def test_prefetches_of_one_event_are_asked_for_in_the_plans_order() -> None:
+    recorded = Recorded(
+        trace=trace(saves=tuple(save(k, packed=k, free=k + 2, uses=(9 - k,)) for k in range(3))),
+        positions=(1, 2, 3, 7, 8, 9),
+        use_events=((5,), (4,), (3,)),
+    )
+
+    def due(*swaps: Swap) -> dict[int, tuple[int, ...]]:
+        return dict(compile_plan(Plan(policy="test", budget_bytes=1, swaps=swaps), recorded, range(6)).due)
+
+    # Asked for at one operator, what is due first goes first: backward uses what was made last.
+    assert due(swap(0, 2, 9, 6), swap(1, 3, 8, 6)) == {3: (1, 0)}
+    # Asked for at different operators that lie between the same events, the earlier one goes first.
+    assert due(swap(1, 3, 8, 6), swap(0, 2, 9, 5)) == {3: (0, 1)}
+    # A barrier is when it is due.
+    assert due(swap(1, 3, 8, 6), replace(swap(0, 2, 9, 6), arrived_op=7)) == {3: (0, 1)}
+
+
+def test_what_leaves_at_one_event_leaves_in_the_plans_order() -> None:
+    made = compile_plan(
+        Plan(policy="test", budget_bytes=1, swaps=(swap(0, 6, 8, 8), swap(1, 5, 7, 7))),
+        Recorded(
+            trace=trace(saves=(save(0, packed=0, free=2, uses=(8,)), save(1, packed=1, free=3, uses=(9,)))),
+            positions=(1, 2, 7, 8, 9),
+            use_events=((3,), (4,)),
+        ),
+        SIGNATURE,
+    )
+    assert made.leave == {2: (1, 0)}
+
+
 def test_what_is_fetched_on_demand_is_never_due() -> None:
     assert compiled(swap(0, 2, 8, 8)).due == {}
 

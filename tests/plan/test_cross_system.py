@@ -21,6 +21,7 @@ from lowtide.testing.networks import Layer, network_trace, networks
 from lowtide.testing.optimum import Best, optimum
 from lowtide.testing.policies import FAST, SLOW, PolicyTests, adapts, assert_sound
 from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
+from lowtide.testing.simulated import simulated_steps
 from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems
 
 NAMES = registry.policy_names()
@@ -54,7 +55,7 @@ for _name in NAMES:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_plans_of_recorded_steps_are_sound(name: str, path: Path) -> None:
+def test_plans_and_steps_of_recorded_traces_are_sound(name: str, path: Path) -> None:
     trace = _recorded(path)
     floor = trace.floor_bytes()
     for can_recompute in (False, True):
@@ -66,8 +67,12 @@ def test_plans_of_recorded_steps_are_sound(name: str, path: Path) -> None:
                     budget_bytes=floor + int(share * (trace.peak_bytes - floor)),
                     can_recompute=can_recompute,
                 )
-                seen = assert_sound(registry.policy(name).plan(problem), problem)
+                policy = registry.policy(name)
+                plan = policy.plan(problem)
+                seen = assert_sound(plan, problem)
                 assert seen is not None or name not in PROMISE_THE_FLOOR
+                if (can_recompute, link, share) == (True, FAST, 0.1):  # more are in test_cross_simulated.py
+                    simulated_steps(problem, policy, plan, may_refuse=name in GIVE_UP_NOTHING)
 
 
 @cache

@@ -10,6 +10,7 @@ import pytest
 from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
 from lowtide.plan.policies.belady import Belady
+from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.plan.policy import Policy
 from lowtide.simulate import simulate
@@ -32,7 +33,11 @@ def simulate_s(policy: Policy, *, layers: int, bytes_per_s: float = 2e9) -> floa
         gc.enable()
 
 
-@pytest.mark.parametrize("policy", [SwapAll(), Belady()], ids=lambda policy: policy.name)
+# The last one plans nothing: whenever memory runs out, victims are chosen among all that is resident.
+POLICIES = pytest.mark.parametrize("policy", [SwapAll(), Belady(), Lru()], ids=lambda policy: policy.name)
+
+
+@POLICIES
 def test_four_times_the_operators_take_about_four_times_as_long(policy: Policy) -> None:
     small = min(simulate_s(policy, layers=1000) for _ in range(3))
     # Quadratic work would take 16 times as long; what is left of the margin is noise of a shared machine.
@@ -41,6 +46,6 @@ def test_four_times_the_operators_take_about_four_times_as_long(policy: Policy) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [5e8, 2e10])
-@pytest.mark.parametrize("policy", [SwapAll(), Belady()], ids=lambda policy: policy.name)
+@POLICIES
 def test_a_hundred_thousand_operators_take_under_ten_seconds(policy: Policy, bytes_per_s: float) -> None:
     assert simulate_s(policy, layers=50_000, bytes_per_s=bytes_per_s) < 10.0

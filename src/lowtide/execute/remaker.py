@@ -303,7 +303,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             call.duration_s = time.perf_counter() - begun_s
             self._made(call, result, args, kwargs)
         if number == self._last:
-            self._forget_unsaved()
+            self._forget_unsaved(but=call)
         return result
 
     def _is_wanted(self, number: int) -> bool:
@@ -318,9 +318,16 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._forward = True
         return torch.is_grad_enabled()  # else autograd saves nothing of what it makes
 
-    def _forget_unsaved(self) -> None:
-        """Let go of products that were not saved: whoever is made from them knows them by now."""
-        self._products = {serial: one for serial, one in self._products.items() if one.record is not None}
+    def _forget_unsaved(self, *, but: Call | None = None) -> None:
+        """Let go of products that were not saved: whoever is made from them knows them by now.
+
+        What the running call has made (`but`) can only be saved by those that follow it.
+        """
+        self._products = {
+            serial: one
+            for serial, one in self._products.items()
+            if one.record is not None or any(call is but for call in one.calls)
+        }
 
     def _remember(
         self,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lowtide.execute.ages import Ages
 from lowtide.execute.events import (
     Arrived,
     Command,
@@ -67,6 +68,8 @@ class Residence(Enum):
     DROPPED = auto()
 
 
+_MOVING = (Residence.LEAVING, Residence.ARRIVING)
+
 Victims = Callable[["Residency", int], Iterator[int]]
 
 
@@ -98,6 +101,8 @@ class Residency:
         self._dropped: frozenset[int] = frozenset()
         self._uses: Mapping[int, Sequence[int]] = {}
         self._deferred: list[int] = []
+        self._ages = Ages()
+        self._moving: set[int] = set()
         self._clock = 0
 
     # ---- the step ----
@@ -142,6 +147,14 @@ class Residency:
         """Return the records whose bytes could be given up now."""
         return [record for record, entry in self._entries.items() if self._may_leave(entry)]
 
+    def oldest(self, need_bytes: int) -> Sequence[int]:
+        """Return the least recently used that cover `need_bytes`, or all there are; among equals the clean first."""
+
+        def frees_bytes(record: int) -> int | None:
+            return self._entries[record].nbytes if self._may_leave(self._entries[record]) else None
+
+        return self._ages.oldest(need_bytes, frees_bytes)
+
     def nbytes(self, record: int) -> int:
         """Return the bytes that giving up `record` frees."""
         return self._entries[record].nbytes
@@ -166,18 +179,20 @@ class Residency:
 
     def leaving_bytes(self) -> int:
         """Return the bytes whose write is in flight."""
-        return sum(e.nbytes for e in self._entries.values() if e.where is Residence.LEAVING)
+        return sum(entry.nbytes for entry in self._in_flight() if entry.where is Residence.LEAVING)
 
     def moving_bytes(self) -> int:
         """Return the bytes in flight either way that nobody waits for."""
-        moving = (Residence.LEAVING, Residence.ARRIVING)
-        return sum(e.nbytes for e in self._entries.values() if e.where in moving and not e.pinned)
+        return sum(entry.nbytes for entry in self._in_flight() if not entry.pinned)
 
     def moving(self, keys: Sequence[int]) -> list[int]:
         """Return the records with these keys that are on their way out or back."""
         records = [self._by_key[key] for key in keys if key in self._by_key]
-        moving = (Residence.LEAVING, Residence.ARRIVING)
-        return [record for record in records if self._entries[record].where in moving]
+        return [record for record in records if self._entries[record].where in _MOVING]
+
+    def _in_flight(self) -> list[_Entry]:
+        self._moving = {r for r in self._moving if r in self._entries and self._entries[r].where in _MOVING}
+        return [self._entries[record] for record in self._moving]
 
     def record_of(self, key: int) -> int | None:
         """Return the record that a plan names by its key (None: there is none now)."""
@@ -210,7 +225,13 @@ class Residency:
                 return list(self._make_room(need_bytes))
             case _:
                 entry = self._entries.get(event.record)
-                return self._on_record(event, entry) if entry else []
+                if entry is None:
+                    return []
+                commands = self._on_record(event, entry)
+                if event.record in self._entries and self._may_leave(entry):  # only such events can let it leave
+                    clean = entry.where is Residence.CLEAN
+                    self._ages.put(event.record, last_access=entry.last_access, clean=clean)
+                return commands
 
     def retry_deferred(self) -> list[Command]:
         """Return the prefetches that found no room earlier, once more."""
@@ -250,6 +271,8 @@ class Residency:
                 self._deferred.append(record)
             case Gone(record):
                 del self._entries[record]
+                self._ages.forget(record)
+                self._moving.discard(record)
                 if self._by_key.get(entry.key) == record:
                     del self._by_key[entry.key]
             case _:
@@ -285,7 +308,7 @@ class Residency:
             case Residence.LEAVING:
                 return [Keep(record)]
             case Residence.AWAY:
-                entry.where = Residence.ARRIVING
+                self._move(record, entry, Residence.ARRIVING)
                 return [Fetch(record)]
             case Residence.ARRIVING:
                 return [Fetch(record)]
@@ -302,7 +325,7 @@ class Residency:
                 continue
             entry.leave = False
             if entry.where is Residence.AWAY:
-                entry.where = Residence.ARRIVING
+                self._move(record, entry, Residence.ARRIVING)
                 commands.append(Prefetch(record))
             elif entry.where is Residence.LEAVING:
                 commands.append(Keep(record))
@@ -324,8 +347,12 @@ class Residency:
         if entry.drop:
             entry.where = Residence.DROPPED
             return [Discard(record)]
-        entry.where = Residence.LEAVING
+        self._move(record, entry, Residence.LEAVING)
         return [Write(record)]
+
+    def _move(self, record: int, entry: _Entry, where: Residence) -> None:
+        entry.where = where
+        self._moving.add(record)
 
     def _discard(self, records: Sequence[int]) -> list[Command]:
         commands: list[Command] = []
@@ -348,7 +375,7 @@ class Residency:
             elif self.discards:
                 yield from self._discard([record])
             elif entry.where is Residence.RESIDENT:
-                entry.where = Residence.LEAVING
+                self._move(record, entry, Residence.LEAVING)
                 yield Write(record)
 
     def _may_leave(self, entry: _Entry) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lowtide.capture.builder import Recorded
-from lowtide.core.plan import Plan
+from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Trace
 
 
@@ -118,9 +118,11 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
     swapped, dropped = _Going(), _Going()
     due: dict[int, list[int]] = {}
     awaited: dict[int, list[int]] = {}
-    for swap in plan.swaps:
-        key, end_op, event = ends.of(swap.gap)
+    for swap in sorted(plan.swaps, key=lambda swap: (swap.gap.after_op, swap.gap)):
+        key, _, event = ends.of(swap.gap)
         swapped.add(key, event)
+    for swap in sorted(plan.swaps, key=_by_request):
+        key, end_op, _ = ends.of(swap.gap)
         if swap.fetch_op < end_op:
             due.setdefault(_asked(positions, swap.fetch_op, end_op), []).append(key)
         for barrier_op in (swap.landed_op, swap.arrived_op):
@@ -128,7 +130,7 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
                 awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
     together: dict[int, list[int]] = {}
     calls: set[int] = set()
-    for one in plan.recomputes:
+    for one in sorted(plan.recomputes, key=lambda one: (one.gap.after_op, one.gap)):
         key, _, event = ends.of(one.gap)
         if any(op not in recorded.calls for op in one.ops):
             swapped.add(key, event)
@@ -150,6 +152,12 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
         stage=_staged(swapped.keys, due, recorded.use_events),
         needs=recorded.needs,
     )
+
+
+def _by_request(swap: Swap) -> tuple[int, int, Gap]:
+    """Return a swap's place among requests: by operator; at one operator, or one event, what is due first is first."""
+    due_op = swap.gap.before_op if swap.arrived_op is None else swap.arrived_op
+    return swap.fetch_op, due_op, swap.gap
 
 
 def _asked(positions: Sequence[int], fetch_op: int, end_op: int) -> int:

@@ -18,6 +18,10 @@ class MachineView:
         """Return the records whose bytes could be given up now."""
         return self._machine.evictable()
 
+    def oldest(self, need_bytes: int) -> Sequence[int]:
+        """Return the least recently used that cover `need_bytes`, or all there are."""
+        return self._machine.oldest(need_bytes)
+
     def nbytes(self, record: int) -> int:
         """Return the bytes that giving up `record` frees."""
         return self._machine.nbytes(record)

@@ -55,6 +55,13 @@ class View(Protocol):
         """Return the records whose bytes could be given up now."""
         ...
 
+    def oldest(self, need_bytes: int) -> Sequence[int]:
+        """Return the least recently used that cover `need_bytes`, or all there are; among equals the clean first.
+
+        The same as sorting `evictable` by `last_access`, but its time does not grow with what is not returned.
+        """
+        ...
+
     def nbytes(self, record: int) -> int:
         """Return the bytes that giving up `record` frees."""
         ...
@@ -124,3 +131,9 @@ def until_covered(records: Iterable[int], view: View, need_bytes: int) -> Iterat
             return
         yield record
         need_bytes -= view.nbytes(record)
+
+
+def by_age(view: View, need_bytes: int) -> list[int]:
+    """Return what `View.oldest` has to, by sorting: for views that leave out some of what could be given up."""
+    order = sorted(view.evictable(), key=lambda record: (view.last_access(record), not view.clean(record), record))
+    return list(until_covered(order, view, need_bytes))

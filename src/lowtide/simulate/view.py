@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lowtide.execute.view import MachineView
+from lowtide.plan.policy import by_age
 from lowtide.simulate.agenda import Record
 from lowtide.simulate.remake import Remaker
 from lowtide.simulate.state import State
@@ -39,6 +40,11 @@ class SimulatedView(MachineView):
             for record in found
             if self._records[record].open and self._remaker.can_remake(record, self._next_need[record])
         ]
+
+    def oldest(self, need_bytes: int) -> Sequence[int]:
+        """Return the least recently used that cover `need_bytes`, or all there are."""
+        everything = self._remaker is None and not self.protected
+        return self._machine.oldest(need_bytes) if everything else by_age(self, need_bytes)
 
 
 class DroppingView(SimulatedView):

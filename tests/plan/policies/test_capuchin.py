@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
+from lowtide.core.serialize import load_trace
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
 from lowtide.plan.choose import candidates
 from lowtide.plan.drop import Dropping
 from lowtide.plan.policies.capuchin import Booking, Capuchin, time_swap, trigger_op
-from lowtide.plan.policies.vdnn import Vdnn
+from lowtide.plan.policies.vdnn import Vdnn, that_fit
 from lowtide.plan.policies.vdnn_pp import VdnnPlusPlus
 from lowtide.plan.sweep import Sweep, predict
 from lowtide.plan.verify import check
@@ -22,6 +26,9 @@ from lowtide.testing.traces import Step, chain_trace, make_trace
 from tests.plan.policies.shapes import chain, densenet, inception, least_bytes, predicted, problem_of, resnet, vgg
 
 LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=50.0, duplex=True)
+
+NETS = (vgg(), resnet(), inception(), densenet())
+RECORDED = [load_trace(path) for path in sorted((Path(__file__).parents[2] / "data").glob("*.trace"))]
 
 
 class TestCapuchin(PolicyTests):
@@ -131,6 +138,53 @@ def test_feedback_converges() -> None:
     assert rounds == 3
     assert policy.observe(SLOWER, plan, simulate(SLOWER, plan, policy=policy)) is plan
     check(plan, SLOWER)
+
+
+def misjudged(trace: Trace, *, traffic: float) -> tuple[Problem, Plan]:
+    """Return a plan and a problem in which reads take half as long again as the plan was made for.
+
+    `traffic` is how long everything saved takes on the planned link, each way, over the step's compute.
+    """
+    rate = sum(trace.storages[gap.storage].nbytes for gap in trace.gaps()) / (traffic * trace.duration_s)
+    budget_bytes = trace.floor_bytes() + (trace.peak_bytes - trace.floor_bytes()) // 3
+    planned, slower = (
+        problem_of(trace, budget_bytes, Link(write_bytes_per_s=rate, read_bytes_per_s=rate / times, duplex=True))
+        for times in (1.0, 1.5)
+    )
+    plan = Capuchin().plan(planned)
+    assert len(plan.swaps) > 2
+    return slower, plan
+
+
+def under_feedback(problem: Problem, plan: Plan, *, rounds: int) -> list[int]:
+    """Return how many reads each step waited for, until none did."""
+    policy = Capuchin()
+    found = []
+    for _ in range(rounds):
+        found.append(len(waits(problem, plan)))
+        if not found[-1]:
+            break
+        plan = policy.observe(problem, plan, simulate(problem, plan, policy=policy))
+    return found
+
+
+@pytest.mark.parametrize("trace", [*NETS, *RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
+def test_feedback_converges_on_networks_whose_transfers_fit(trace: Trace) -> None:
+    for traffic in (0.1, 0.3) if trace in NETS else (0.1,):
+        assert under_feedback(*misjudged(trace, traffic=traffic), rounds=40)[-1] == 0
+
+
+def test_what_converges_had_to_wait_at_first() -> None:
+    first = [len(waits(*misjudged(trace, traffic=0.1))) for trace in (*NETS, *RECORDED)]
+    assert sum(count > 0 for count in first) >= 4
+
+
+def test_feedback_does_not_converge_where_the_link_is_nearly_full() -> None:
+    """The counterexample of docs/systems.md: a plan without waits exists, and earlier reads chase one another."""
+    problem, plan = misjudged(resnet(), traffic=0.6)
+    as_early_as_fits = that_fit(problem, [replace(swap, fetch_op=swap.gap.after_op + 1) for swap in plan.swaps])
+    assert not waits(problem, replace(plan, swaps=as_early_as_fits))
+    assert all(under_feedback(problem, plan, rounds=40))
 
 
 def test_a_run_under_feedback_counts_its_trials_and_gets_no_slower() -> None:

@@ -12,7 +12,7 @@ from lowtide.core.timeline import Lane, Timeline
 from lowtide.core.trace import Trace
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.plan.policies.dtr import Dtr
-from lowtide.plan.policy import Family, Runs
+from lowtide.plan.policy import Family, Runs, by_age
 from lowtide.simulate import simulate
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import chain_trace
@@ -38,6 +38,9 @@ class View:
 
     def evictable(self) -> Sequence[int]:
         return range(len(self._records))
+
+    def oldest(self, need_bytes: int) -> Sequence[int]:
+        return by_age(self, need_bytes)
 
     def nbytes(self, record: int) -> int:
         return self._records[record].nbytes

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
+from lowtide.core.machine import Link
+from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Kind, Phase, Storage, Trace
 from lowtide.errors import BadArgument
+from lowtide.plan.layers import crossing_gaps, layers_of
 from lowtide.plan.policies.layrub import Layrub, aliases
-from lowtide.plan.policies.vdnn_pp import VdnnPlusPlus
+from lowtide.plan.policies.vdnn import transfers
+from lowtide.plan.sweep import predict
 from lowtide.plan.verify import check
 from lowtide.testing.networks import MIB, networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace, traces
 from tests.plan.policies.shapes import (
-    BOUND,
     ROOMY,
     densenet,
     inception,
@@ -28,6 +32,7 @@ from tests.plan.policies.shapes import (
 )
 
 NETS = (vgg(), resnet(), inception(), densenet())
+RECORDED = [load_trace(path) for path in sorted((Path(__file__).parents[2] / "data").glob("*.trace"))]
 
 
 class TestLayrub(PolicyTests):
@@ -99,14 +104,22 @@ def test_inside_layers_alone_halves_the_bytes_of_activations_and_gradients_on_a_
     assert plan.notes == ("6 gradients, 6.00 MiB, live in the memory of dead data",)
 
 
-@pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)
-def test_it_is_slower_than_vdnn_pp_where_the_link_is_the_bottleneck(trace: Trace) -> None:
-    budget_bytes = trace.peak_bytes
-    ours, theirs = (
-        predicted(policy.plan(problem_of(trace, budget_bytes, BOUND)))
-        for policy in (Layrub(), VdnnPlusPlus(offload="all"))
-    )
-    assert ours.stall_s > theirs.stall_s > 0
+@pytest.mark.parametrize("trace", [*NETS, *RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
+@pytest.mark.parametrize("duplex", [True, False], ids=("duplex", "half duplex"))
+def test_it_is_slower_than_vdnn_pp_with_the_same_storages_where_the_link_is_the_bottleneck(
+    trace: Trace, duplex: bool
+) -> None:
+    layers, gaps = layers_of(trace), sorted(crossing_gaps(trace).values())
+    nbytes = sum(trace.storages[gap.storage].nbytes for gap in gaps)
+    for traffic in (0.5, 2.0, 8.0):  # what leaves, over the step's compute
+        rate = nbytes / (traffic * trace.duration_s)
+        link = Link(write_bytes_per_s=rate, read_bytes_per_s=rate, duplex=duplex)
+        for budget_bytes in ((trace.floor_bytes() + trace.peak_bytes) // 2, trace.peak_bytes):
+            problem = problem_of(trace, budget_bytes, link)
+            ours = Layrub(strategy="inter").plan(problem)
+            assert {swap.gap for swap in ours.swaps} == set(gaps)
+            theirs = predict(problem, transfers(problem, layers, gaps, synchronous=False))
+            assert predicted(ours).stall_s > theirs.stall_s > 0
 
 
 @pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)

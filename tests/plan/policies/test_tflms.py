@@ -7,13 +7,17 @@ from itertools import pairwise
 
 import pytest
 
+from lowtide.core.machine import Link
+from lowtide.core.plan import Plan
+from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
 from lowtide.plan.policies.tflms import Knobs, Tflms, Tuning, cut, modelled_peak_bytes
 from lowtide.plan.sweep import predict
 from lowtide.plan.verify import check
+from lowtide.simulate import simulate
 from lowtide.testing.policies import FakeView, PolicyTests, Record
 from lowtide.testing.traces import chain_trace
-from tests.plan.policies.shapes import DISK, ROOMY, densenet, inception, problem_of, resnet, vgg
+from tests.plan.policies.shapes import DISK, FAST, ROOMY, densenet, inception, problem_of, resnet, vgg
 
 NETS = (vgg(), resnet(), inception(), densenet())
 
@@ -56,6 +60,26 @@ def test_a_larger_distance_ahead_takes_more_memory_and_waits_less(trace: Trace) 
     stalls = [predict(problem, cut(trace, one)).stall_s for one in knobs]
     assert all(after <= before * (1 + 1e-9) + 1e-12 for before, after in pairwise(stalls))
     assert stalls[-1] < stalls[0]
+
+
+def simulated(trace: Trace, knobs: Knobs, link: Link) -> Timeline:
+    """Return the step that the thresholds make, on a clock and with as much memory as it likes."""
+    return simulate(problem_of(trace, ROOMY, link), Plan(policy="tflms", budget_bytes=ROOMY, swaps=cut(trace, knobs)))
+
+
+@pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)
+@pytest.mark.parametrize("link", [FAST, DISK], ids=("fast", "disk"))
+def test_simulated_memory_and_waiting_are_monotone_in_both_thresholds(trace: Trace, link: Link) -> None:
+    for sync_mode in (0, 3):
+        knobs = [Knobs(swapout_threshold=value, sync_mode=sync_mode) for value in range(1, len(trace.ops), 5)]
+        peaks = [simulated(trace, one, link).peak_bytes for one in knobs]
+        assert peaks == sorted(peaks)
+        assert peaks[0] < peaks[-1]
+    steps = [simulated(trace, Knobs(swapout_threshold=8, swapin_ahead=value), link) for value in range(1, 12, 2)]
+    peaks = [step.peak_bytes for step in steps]
+    assert peaks == sorted(peaks)
+    assert all(after.stall_s <= before.stall_s * (1 + 1e-9) + 1e-12 for before, after in pairwise(steps))
+    assert link is FAST or steps[-1].stall_s < steps[0].stall_s
 
 
 @pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)

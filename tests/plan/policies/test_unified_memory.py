@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import Problem
+from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Kind, Phase, Storage, Trace
 from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.plan.policies.unified_memory import (
@@ -18,6 +20,7 @@ from lowtide.plan.policies.unified_memory import (
     paging,
 )
 from lowtide.plan.verify import check
+from lowtide.simulate import simulate
 from lowtide.testing.networks import MIB
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace
@@ -25,6 +28,7 @@ from tests.plan.policies.shapes import densenet, inception, predicted, problem_o
 
 NETS = (vgg(), resnet(12), inception(), densenet())
 LINK = Link(write_bytes_per_s=1e10, read_bytes_per_s=1e10)
+RECORDED = load_trace(Path(__file__).parents[2] / "data" / "vgg.trace")
 FAULT_S = 45e-6  # UVMSmart's configuration
 
 
@@ -81,6 +85,47 @@ def test_a_scan_degrades_sharply_past_the_memory_it_has() -> None:
     assert over.faults == 160
     assert over.moved_in_bytes == 10 * MIB
     assert over.step_s > fits.step_s + 160 * FAULT_S
+
+
+@pytest.mark.parametrize("trace", [*NETS[:2], RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
+def test_a_network_degrades_past_the_memory_it_has_and_the_more_the_less_it_has(trace: Trace) -> None:
+    """The page model, which nothing executes: what a step takes at 80% to 300% of the memory there is."""
+    need_bytes = least_without_faults(trace)
+    steps = [
+        paging(paged(trace, int(need_bytes / times), page_bytes=4096)) for times in (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
+    ]
+    assert [step.faults for step in steps[:2]] == [0, 0]
+    assert steps[0].step_s == steps[1].step_s == pytest.approx(trace.duration_s)
+    faults = [step.faults for step in steps[1:]]
+    assert faults == sorted(faults)
+    assert faults[1] > 0
+    times_s = [step.step_s for step in steps[1:]]
+    assert times_s == sorted(times_s)
+    # At a fifth too little, what is lacking has to go; what of it is touched again costs a fault and its way back.
+    lacking_bytes = need_bytes - need_bytes / 1.25
+    assert steps[2].moved_out_bytes > 0.9 * lacking_bytes
+
+
+def least_without_faults(trace: Trace) -> int:
+    """Return the memory, to a hundredth, with which the page model moves nothing: pages round storages up."""
+    low, high = trace.peak_bytes // 2, 2 * trace.peak_bytes
+    while high - low > trace.peak_bytes // 100:
+        middle = (low + high) // 2
+        found = paging(paged(trace, middle, page_bytes=4096))
+        low, high = (middle, high) if found.moved_out_bytes or found.faults else (low, middle)
+    return high
+
+
+def test_the_fault_cost_is_a_model_and_the_simulated_step_knows_none_of_it() -> None:
+    trace = vgg()
+    problem = paged(trace, (trace.floor_bytes() + trace.peak_bytes) // 2)
+    costly = replace(problem, machine=replace(problem.machine, page_fault_s=1.0))
+    cheap_s, dear_s = (paging(one).step_s for one in (problem, costly))
+    assert dear_s > cheap_s + 1.0
+    policy = UnifiedMemory()
+    one, other = (simulate(each, policy.plan(each), policy=policy) for each in (problem, costly))
+    assert one.step_s == other.step_s
+    assert "model" in policy.about.runs
 
 
 @pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from lowtide.codecs import Stats, ZeroValue
 from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
+from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
@@ -36,6 +38,7 @@ from tests.plan.policies.shapes import (
 )
 
 NETS = (vgg(), resnet(), inception(), densenet())
+RECORDED = [load_trace(path) for path in sorted((Path(__file__).parents[2] / "data").glob("*.trace"))]
 SAME_SETS = ((VdnnAll(), VdnnPlusPlus(offload="all")), (VdnnConv(), VdnnPlusPlus(offload="conv")))
 
 
@@ -86,6 +89,34 @@ def test_both_are_as_fast_as_compute_where_every_transfer_hides(trace: Trace) ->
     link = Link(write_bytes_per_s=2e13, read_bytes_per_s=2e13, duplex=True)
     for policy in (VdnnAll(), VdnnPlusPlus(offload="all")):
         assert predicted(policy.plan(problem_of(trace, ROOMY, link))).stall_s == pytest.approx(0, abs=1e-12)
+
+
+def as_long_as_its_layer(trace: Trace) -> float:
+    """Return the rate at which no copy of vDNN's takes longer than the layer it runs beside, and one takes as long."""
+    starts_s = [op.start_s for op in trace.ops]
+    rates = []
+    for swap in VdnnAll().plan(problem_of(trace, ROOMY)).swaps:
+        nbytes = trace.storages[swap.gap.storage].nbytes
+        assert swap.landed_op is not None
+        rates.append(nbytes / (starts_s[swap.landed_op] - starts_s[swap.gap.after_op]))
+        if swap.arrived_op is not None and swap.fetch_op < swap.arrived_op:
+            rates.append(nbytes / (starts_s[swap.arrived_op] - starts_s[swap.fetch_op]))
+    return max(rates)
+
+
+@pytest.mark.parametrize("trace", [*NETS, *RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
+def test_both_are_equal_until_a_copy_takes_longer_than_its_layer(trace: Trace) -> None:
+    rate = as_long_as_its_layer(trace)
+    for times, waits in ((0.5, False), (0.9, False), (0.999, False), (1.02, True), (1.5, True)):
+        link = Link(write_bytes_per_s=rate / times, read_bytes_per_s=rate / times, duplex=True)
+        vdnn, ours = (
+            predicted(policy.plan(problem_of(trace, trace.peak_bytes, link)))
+            for policy in (VdnnAll(), VdnnPlusPlus(offload="all"))
+        )
+        if waits:
+            assert ours.stall_s < vdnn.stall_s
+        else:
+            assert ours.step_s == vdnn.step_s == pytest.approx(trace.duration_s, rel=1e-12)
 
 
 @given(problem=problems(networks()))

@@ -30,7 +30,7 @@ from lowtide.plan.compose import FITS, compose
 from lowtide.plan.curve import Curve
 from lowtide.plan.drop import Dropping
 from lowtide.plan.lineage import Lineage, alive_when
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import Sweep
 
 # How much earlier a late read is triggered in the next step, as a share of its SwapTime (section 5 of the paper).
@@ -86,7 +86,7 @@ class Capuchin:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the head of the access list first: the passive mode of the measured step."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 def triggered_earlier(

@@ -29,7 +29,7 @@ from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.layers import crossing_gaps, relu_results
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import Sweep, link_of
 
 # The paper's share of the free memory that is left to saved tensors, and what follows where that does not fit.
@@ -236,7 +236,7 @@ class FlashNeuron:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the oldest first: the order of the forward pass."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 def tensors_of(trace: Trace, *, csr: bool, fp16: bool) -> list[Tensor]:

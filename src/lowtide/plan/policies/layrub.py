@@ -20,7 +20,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.layers import crossing_gaps, layers_of, step_at
 from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import predict
 
 _STRATEGIES = ("hybrid", "inter", "intra")
@@ -128,4 +128,4 @@ class Layrub:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the oldest first: their readers were done first."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))

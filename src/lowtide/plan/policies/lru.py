@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 
 
 class Lru:
@@ -22,5 +22,4 @@ class Lru:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the least recently used first; among equals, those that cost no write."""
-        order = sorted(view.evictable(), key=lambda record: (view.last_access(record), not view.clean(record)))
-        return until_covered(order, view, need_bytes)
+        return iter(view.oldest(need_bytes))

@@ -27,7 +27,7 @@ from lowtide.plan.compose import FITS, compose
 from lowtide.plan.curve import Curve
 from lowtide.plan.layers import crossing_gaps
 from lowtide.plan.lineage import Lineage, alive_when
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import Sweep
 
 # The constants of the pass (tensorflow/core/grappler/optimizers/memory_optimizer.cc).
@@ -89,7 +89,7 @@ class Meng:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the oldest first: a static rewrite has no answer of its own."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 @dataclass(slots=True)

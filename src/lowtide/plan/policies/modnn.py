@@ -22,7 +22,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.algorithms import Table, fastest, with_algorithms
 from lowtide.plan.choose import candidates
 from lowtide.plan.layout import lay_out
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import Sweep
 
 # Targets are this share of the way from the floor to the peak apart. They do not depend on the budget: a larger budget
@@ -192,7 +192,7 @@ class Modnn:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the least recently used first."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 def evictions(problem: Problem, trace: Trace, table: Table, *, target_bytes: int) -> tuple[set[Gap], dict[int, int]]:

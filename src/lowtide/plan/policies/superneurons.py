@@ -23,7 +23,7 @@ from lowtide.core.units import format_bytes
 from lowtide.plan.curve import Curve
 from lowtide.plan.layers import LayerKind, crossing_gaps, kind_of
 from lowtide.plan.lineage import Lineage
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.rerun import Reruns
 from lowtide.plan.sweep import predict
 
@@ -95,7 +95,7 @@ class SuperNeurons:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the least recently used first."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 def largest_need_bytes(trace: Trace) -> int:

@@ -135,7 +135,7 @@ class _Survey:
         """Yield the least recently used, or the largest, first."""
         if self._settings.victim == "largest":
             return until_covered(sorted(view.evictable(), key=view.nbytes, reverse=True), view, need_bytes)
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 def _about(family: Family, reconstructed: str) -> About:

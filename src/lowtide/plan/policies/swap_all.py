@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import predict
 
 
@@ -33,7 +33,7 @@ class SwapAll:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the oldest first: they have waited longest for the link."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 def one_use_ahead(trace: Trace) -> Iterator[tuple[Gap, int]]:

@@ -21,7 +21,7 @@ from lowtide.core.trace import Op
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.evict import evictions
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import link_of
 
 # Memory is followed in at most about so many pieces: pages are gathered to larger ones for that, but counted as pages.
@@ -219,7 +219,7 @@ class UnifiedMemory:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the least recently used first."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
 
 class UnifiedMemoryHints(UnifiedMemory):

@@ -23,7 +23,7 @@ from lowtide.core.units import format_bytes
 from lowtide.plan.algorithms import Table, fastest, fastest_within, leanest, with_algorithms
 from lowtide.plan.curve import Curve
 from lowtide.plan.layers import Layer, LayerKind, crossing_gaps, layers_of, step_at
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import predict
 
 _STAYING = (LayerKind.ACTIVATION, LayerKind.LOSS)
@@ -175,7 +175,7 @@ class _Vdnn:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the oldest first: the order in which layers would have offloaded."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
 
     def _static(self, problem: Problem, select: Selection) -> Plan:
         layers = layers_of(problem.trace)

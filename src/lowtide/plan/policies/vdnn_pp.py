@@ -24,7 +24,7 @@ from lowtide.plan.policies.vdnn import (
     offload_none,
     transfers,
 )
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.sweep import predict
 
 
@@ -112,4 +112,4 @@ class VdnnPlusPlus:
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield the oldest first: the order in which layers would have offloaded."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+        return iter(view.oldest(need_bytes))
