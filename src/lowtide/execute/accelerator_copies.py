@@ -85,6 +85,22 @@ class Copies:
         if record.home is not None and record.home != stream.stream_id:
             order.share_with_stream(tensor, stream)
 
+    def before_rerun(self, operands: Iterable[torch.Tensor]) -> None:
+        """Order an operator that this thread runs again after all that may have made its operands.
+
+        The allocator is told who uses them: the program let go of some that nobody would have read again.
+        """
+        stream = self.note_stream()
+        order.rerun_after_compute(stream, [other for other in self._compute.values() if other is not stream])
+        for operand in operands:
+            order.share_with_stream(operand, stream)
+
+    def made(self, record: Record) -> None:
+        """Note that a record's block was made on this thread's stream: see `before_use`."""
+        stream = self.note_stream()
+        record.arrived, record.home = stream.record_event(), stream.stream_id
+        record.waited = {stream.stream_id}
+
     def before_free(self, storage: torch.UntypedStorage, copies: Iterable[torch.Event]) -> None:
         """Order what computes next after the copies that use a block, which is about to be given up."""
         block = flat(storage)

@@ -18,7 +18,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import AskedByAllocator, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
-from lowtide.execute.remaker import Remakes
+from lowtide.execute.remakes import Remakes
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.tiers.extents import Extent, Extents

@@ -14,13 +14,14 @@ docs/limits.md.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import (
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
 from lowtide.execute.lending import Lending
+from lowtide.execute.modes import OwnMode, is_aside, program_has_modes
 from lowtide.execute.neighbourhoods import Neighbourhoods
 from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
@@ -49,6 +51,7 @@ from lowtide.execute.recipes import (
     without_statistics,
     writes_of,
 )
+from lowtide.execute.remakes import Remakes
 from lowtide.execute.rerun import Records, rerun
 
 
@@ -58,57 +61,11 @@ def can_watch() -> bool:
     return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
 
 
-class Remakes(Protocol):
-    """What a backend offers whose records can be given up and made again."""
-
-    device: torch.device
-
-    def serial(self, tensor: torch.Tensor) -> int:
-        """Return a number for the memory behind a tensor, never used twice; below zero: not ours; 0: none."""
-        ...
-
-    def storage_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the storage behind a tensor; -1 if others can reach that memory."""
-        ...
-
-    def discard(self, record: int) -> bool:
-        """Give up a record's fast bytes without a copy; False if it cannot be moved now."""
-        ...
-
-    def adopt(self, record: int, tensor: torch.Tensor) -> bool:
-        """Make a tensor's storage that of a record that was discarded; False if it does not fit."""
-        ...
-
-    def flat(self, record: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return all of a record's storage as one row, or None if it is not in fast memory."""
-        ...
-
-    def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Tell whether others than tensors reach the memory behind a tensor: numpy, a file, another process."""
-        ...
-
-    def is_lent(self, record: int) -> bool:
-        """Tell the same of a record's memory."""
-        ...
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the same memory with the same version, but without the graph (None: not possible)."""
-        ...
-
-    def lift(self) -> None:
-        """Lift the budget: the end is near, and what is made again has to be held."""
-        ...
-
-    def mark_call(self, number: int) -> None:
-        """Log which of the step's calls the operator is that runs."""
-        ...
-
-
-class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves modes untyped
+class Remaker(OwnMode):
     """Numbers and remembers calls, and runs them again: see the module's text."""
 
     def __init__(self, backend: Remakes, records: Records, *, least_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._backend = backend
         self._records = records
         self._least_bytes = least_bytes
@@ -117,7 +74,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._recipes: dict[int, Product] = {}
         self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
         self._readers: dict[int, list[weakref.ref[Call]]] = {}
-        self._number = 0
+        self._numbers = itertools.count()  # on a device, autograd's threads call too
         self._wanted: Collection[int] | None = ()
         self._last = -1
         self._marks = False
@@ -129,16 +86,11 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.ran = 0
         self.busy_s = 0.0
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone: with any other mode on, PyTorch would run the code it was compiled from."""
-        return True
-
     # ---- the step ----
 
     def begin(self, *, wanted: Collection[int] | None, marks: bool) -> None:
         """Start to number calls from zero; remember the `wanted` ones (see `want`), or mark all in the log."""
-        self._number = 0
+        self._numbers = itertools.count()
         watches = can_watch()
         self.want(wanted if watches else ())
         self._marks = marks and watches
@@ -176,7 +128,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Be on if the step that begins has calls to number, else off; `nested`: the program's modes may be on."""
         if self.is_needed and not self._on:
             # A mode that the program leaves takes the topmost off: only a context of ours may stand above its own.
-            if nested or torch._C._len_torch_dispatch_stack() == 0:
+            if nested or not program_has_modes():
                 self._on = True
                 self._lending.on()
                 self.__enter__()  # type: ignore[no-untyped-call]
@@ -273,10 +225,9 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # whatever the operator returns
         kwargs = kwargs or {}
-        if not self._active:
+        if not self._active or is_aside():
             return func(*args, **kwargs)
-        number = self._number
-        self._number = number + 1
+        number = next(self._numbers)
         if self._marks:
             self._backend.mark_call(number)
         writes = writes_of(func)
@@ -301,6 +252,8 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._changed(None, moved)
         if call is not None:
             call.duration_s = time.perf_counter() - begun_s
+            if self._wanted is None:  # else nobody asks
+                call.duration_s = self._backend.took_s(func, args, kwargs, host_s=call.duration_s)
             self._made(call, result, args, kwargs)
         if number == self._last:
             self._forget_unsaved()
@@ -320,7 +273,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def _forget_unsaved(self) -> None:
         """Let go of products that were not saved: whoever is made from them knows them by now."""
-        self._products = {serial: one for serial, one in self._products.items() if one.record is not None}
+        self._products = {serial: one for serial, one in list(self._products.items()) if one.record is not None}
 
     def _remember(
         self,
@@ -350,7 +303,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def _operand(self, tensor: torch.Tensor, read: list[int], targets: Sequence[int]) -> Kept | Source | Made | None:
         """Return how a tensor is to be had later, or None if that is not certain; see Note [Unseen writes]."""
-        if unmanaged_reason(tensor, self._backend.device) is not None:
+        if unmanaged_reason(tensor, self._backend.device) is not None or tensor.is_inference():
             return None
         serial = self._backend.serial(tensor)
         product = self._products.get(serial)
@@ -367,7 +320,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         read.append(serial)
         if serial <= 0 or parameter or self._backend.storage_bytes(tensor) < self._least_bytes:
             alias = self._backend.alias(tensor)
-            return None if alias is None else Kept(alias, alias._version, may_be_shared=parameter)
+            return None if alias is None else Kept.of(alias, may_be_shared=parameter)
         return Source(self._records.hold(tensor), Layout.of(tensor))
 
     def _changed(self, call: Call | None, targets: Sequence[int]) -> None:
@@ -386,7 +339,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Take note of what a call made."""
         before = {self._backend.serial(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         for index, made in enumerate(tree_leaves(result)):
-            if isinstance(made, torch.Tensor):
+            if isinstance(made, torch.Tensor) and not made.is_inference():
                 serial = self._backend.serial(made)
                 if serial > 0 and serial not in before:
                     product = Product([call], index, made.dtype, serial, made._version)
@@ -431,7 +384,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             if not wanted:
                 return
             begun = time.perf_counter()
-            with rerun(wanted, self._records, self._backend.device) as made:
+            with rerun(wanted, self._records, self._backend) as made:
                 for product, record in wanted.items():
                     tensor = made.pop(product)
                     if self._backend.adopt(record, tensor):
