@@ -239,9 +239,10 @@ class Guard(OwnMode):
             self._needs[key] = max(self._needs.get(key, 0), peak_bytes - before_bytes)
             if span is not None:
                 self._spans[key] = span
-        changed = _given(traits.written, args, kwargs)
-        results = [thing for thing in _things((result, changed)) if isinstance(thing, torch.Tensor)]
+        results = [thing for thing in _things(result) if isinstance(thing, torch.Tensor)]
         writes = [_operand(tensor) for tensor in results if self._is_tracked(tensor)]
+        changed = _given(traits.written, args, kwargs)
+        writes += [_operand(tensor, changed=True) for tensor in changed if self._is_tracked(tensor)]
         log.operator(traits.name, reads, writes, span=span, live_bytes=live_bytes, peak_bytes=peak_bytes, call=number)
         return result
 
@@ -307,8 +308,10 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
 
 
-def _operand(tensor: torch.Tensor) -> Operand:
-    return Operand(tensor.untyped_storage(), tensor._version)
+def _operand(tensor: torch.Tensor, *, changed: bool = False) -> Operand:
+    """Return a tensor as the log needs it; `changed`: autograd counts that only when the call has returned."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return Operand(tensor.untyped_storage(), version + changed)
 
 
 def _things(value: Any) -> Iterator[Any]:

@@ -256,7 +256,7 @@ class Remaker(OwnMode):
                 call.duration_s = self._backend.took_s(func, args, kwargs, host_s=call.duration_s)
             self._made(call, result, args, kwargs)
         if number == self._last:
-            self._forget_unsaved()
+            self._forget_unsaved(last=call)
         return result
 
     def _is_wanted(self, number: int) -> bool:
@@ -271,9 +271,13 @@ class Remaker(OwnMode):
         self._forward = True
         return torch.is_grad_enabled()  # else autograd saves nothing of what it makes
 
-    def _forget_unsaved(self) -> None:
-        """Let go of products that were not saved: whoever is made from them knows them by now."""
-        self._products = {serial: one for serial, one in list(self._products.items()) if one.record is not None}
+    def _forget_unsaved(self, last: Call | None = None) -> None:
+        """Let go of products that were not saved: whoever is made from them knows them by now.
+
+        What the `last` call made is saved only when it has returned.
+        """
+        kept = [one for one in list(self._products.values()) if one.record is not None or one.calls[-1] is last]
+        self._products = {product.serial: product for product in kept}
 
     def _remember(
         self,
