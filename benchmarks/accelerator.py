@@ -89,6 +89,7 @@ class Comparison:
             vocabulary=options.vocabulary,
             scale=options.scale,
             capacity_bytes=_CAPACITY_BYTES,
+            recompute=options.recompute,
         )
         self._phases_s: dict[str, float] = {}
         self._budget_bytes = 0
@@ -190,7 +191,7 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     kept = ("share", "rounds", "steps", "warmup", "contenders", "policies", "links", "vocabulary", "scale", "latency")
-    return {name: getattr(options, name) for name in kept}
+    return {name: getattr(options, name) for name in (*kept, "recompute")}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -199,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--policies", nargs="*", default=[], help="further policies to run Lowtide with")
     parser.add_argument("--links", nargs="+", default=[HIDING, "v100"], help=f"{HIDING!r}, or names of presets")
+    parser.add_argument("--recompute", action="store_true", help="let Lowtide run operators again")
     parser.add_argument("--share", type=float, default=0.45, help="budget = static + share x (peak - static)")
     parser.add_argument("--rounds", type=int, default=3, help="processes for each contender")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process")

@@ -34,6 +34,7 @@ from lowtide.execute.accelerator_remakes import Remaking
 from lowtide.execute.accelerator_traffic import check_free
 from lowtide.execute.backend import Log, Usage
 from lowtide.execute.modes import aside
+from lowtide.execute.remakes import Remakes
 from lowtide.execute.residency import Residence
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.store import ThreadStore
@@ -59,6 +60,10 @@ class AcceleratorBackend(Remaking):
         self._taken: OperatorLog | None = None  # the log taken last: it still knows the storages by number
 
     # ---- budget ----
+
+    @property
+    def remakes(self) -> Remakes:
+        return self
 
     @property
     def exact_budget(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from lowtide.execute import accelerator_order as order
 from lowtide.execute.accelerator_host import HostCopy, HostTier
-from lowtide.execute.accelerator_pace import Stalls
+from lowtide.execute.accelerator_pace import StreamTimes
 from lowtide.execute.accelerator_records import Record, flat
 
 
@@ -18,7 +18,7 @@ class Copies:
 
     def __init__(self, device: torch.device, host: HostTier) -> None:
         self.device = device
-        self.stalls = Stalls(device)
+        self.stalls = StreamTimes(device)
         self.out_bytes = 0
         self.back_bytes = 0
         self._host = host
@@ -85,8 +85,8 @@ class Copies:
         if record.home is not None and record.home != stream.stream_id:
             order.share_with_stream(tensor, stream)
 
-    def before_rerun(self, operands: Iterable[torch.Tensor]) -> None:
-        """Order an operator that this thread runs again after all that may have made its operands.
+    def before_rerun(self, operands: Iterable[torch.Tensor]) -> torch.Stream:
+        """Order an operator that this thread runs again after all that may have made its operands; return its stream.
 
         The allocator is told who uses them: the program let go of some that nobody would have read again.
         """
@@ -94,6 +94,7 @@ class Copies:
         order.rerun_after_compute(stream, [other for other in self._compute.values() if other is not stream])
         for operand in operands:
             order.share_with_stream(operand, stream)
+        return stream
 
     def made(self, record: Record) -> None:
         """Note that a record's block was made on this thread's stream: see `before_use`."""

@@ -95,7 +95,7 @@ class Guard(OwnMode):
     supports_higher_order_operators = True
 
     def __init__(self, memory: DeviceMemory, room: Room) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.log: OperatorLog | None = None
         self.foresees = False
         self._memory = memory

@@ -12,8 +12,8 @@ between the two:
   host memory that a copy out has filled (`copy_back_after_copy_out`); kernels read it after the copy
   (`use_after_copy_back`), and a block that nobody read is freed after it as well (`free_after_copy`);
 - an operator that runs again, on whichever stream asks for what it makes, does so after the kernels of all streams that
-  may have made its operands (`rerun_after_compute`); kernels of other streams read what it made as they read a copy back
-  (`use_after_copy_back`);
+  may have made its operands (`rerun_after_compute`); kernels of other streams wait for what it made as they do for a
+  copy back (`use_after_copy_back`);
 - a block of one stream that another one uses is known to its allocator (`share_with_stream`,
   `free_in_order_of_stream`);
 - host memory is used again, or read by a thread, after the copies that use it (`host_memory_is_idle`, `is_filled`).

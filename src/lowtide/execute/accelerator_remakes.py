@@ -8,7 +8,6 @@ is one, and nothing to wait for. A block that is given up is ordered after the c
 
 from __future__ import annotations
 
-import errno
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +16,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lowtide.core.units import format_bytes
-from lowtide.errors import SpillCorrupted
 from lowtide.execute.accelerator_guard import Guard
 from lowtide.execute.accelerator_host import HostTier
 from lowtide.execute.accelerator_memory import DeviceMemory
+from lowtide.execute.accelerator_pace import StreamTimes
 from lowtide.execute.accelerator_records import flat, same_version
 from lowtide.execute.accelerator_traffic import Traffic
 from lowtide.execute.modes import aside
-from lowtide.execute.remakes import Remakes
+from lowtide.execute.remakes import Clock, came_out_otherwise
 from lowtide.execute.residency import Residence
 
 _WeakRef: Any = StorageWeakRef  # untyped in torch
@@ -62,11 +60,7 @@ class Remaking(Traffic):
         super().__init__(memory, host, guard)
         self._verify = verify
         self._serials = Serials()
-
-    @property
-    def remakes(self) -> Remakes:
-        """What gives records up without a copy and takes them when they were made again."""
-        return self
+        self._reruns = StreamTimes(self.device)
 
     def serial(self, tensor: torch.Tensor) -> int:
         if tensor.device != self.device:
@@ -119,11 +113,7 @@ class Remaking(Traffic):
             if storage._cdata in self._by_storage:
                 return False
             if found.checksum is not None and not torch.equal(_checksum(storage), found.checksum):
-                raise SpillCorrupted(
-                    errno.EBADMSG,
-                    f"{format_bytes(found.nbytes)} saved for backward came out otherwise when its operators ran again: "
-                    "please report the model, and use a policy that does not recompute",
-                )
+                raise came_out_otherwise(found.nbytes)
             found.storage, found.cdata, found.state = storage, storage._cdata, Residence.RESIDENT
             found.checksum = None
             self._by_storage[found.cdata] = found
@@ -141,14 +131,18 @@ class Remaking(Traffic):
 
     def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._copies.before_rerun([operand for operand in operands if operand.device == self.device])
-        return self._guard.again(operator, args, kwargs)
+        stream = self._copies.before_rerun([operand for operand in operands if operand.device == self.device])
+        return self._reruns.around(stream, lambda: self._guard.again(operator, args, kwargs))
 
-    def took_s(
-        self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, host_s: float
-    ) -> float:
-        found_s = self._guard.duration_s(operator, args, kwargs)
-        return host_s if found_s is None else found_s
+    @property
+    def clock(self) -> Clock:
+        return self
+
+    def took_s(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        return self._guard.duration_s(operator, args, kwargs)
+
+    def ran_s(self) -> float:
+        return self._reruns.total_s()
 
     def mark_call(self, number: int) -> None:
         self._guard.mark_call(number)

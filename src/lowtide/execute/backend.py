@@ -16,7 +16,7 @@ from lowtide.execute.events import Event
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.execute.remakes import Remakes
+    from lowtide.execute.remakes import Clock, Remakes
 
 
 class Packed(NamedTuple):
@@ -228,11 +228,10 @@ class AskedByAllocator:
         """Run an operator again: the allocator asks when it needs room."""
         return operator(*args, **kwargs)
 
-    def took_s(
-        self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, host_s: float
-    ) -> float:
-        """Return how long an operator takes: the host computes it itself."""
-        return host_s
+    @property
+    def clock(self) -> Clock | None:
+        """The host runs operators itself."""
+        return None
 
     def rest(self) -> None:
         """Go on watching: what runs between steps is named in errors too."""

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from lowtide.core.units import format_bytes
+from lowtide.errors import SpillCorrupted
+
+
+def came_out_otherwise(nbytes: int) -> SpillCorrupted:
+    """Return the error for a record that has another checksum when it was made again."""
+    return SpillCorrupted(
+        errno.EBADMSG,
+        f"{format_bytes(nbytes)} saved for backward came out otherwise when its operators ran again: "
+        "please report the model, and use a policy that does not recompute",
+    )
 
 
 class Remakes(Protocol):
@@ -57,8 +70,19 @@ class Remakes(Protocol):
         """Run an operator again; there is room for what it takes, or it raises."""
         ...
 
-    def took_s(
-        self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, host_s: float
-    ) -> float:
-        """Return how long an operator takes that the host was busy with for `host_s`."""
+    @property
+    def clock(self) -> Clock | None:
+        """What knows how long operators take that the host only hands over (None: it runs them itself)."""
+        ...
+
+
+class Clock(Protocol):
+    """How long operators take on a device that works behind the host."""
+
+    def took_s(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """Return how long an operator took when it was last measured (None: it was not)."""
+        ...
+
+    def ran_s(self) -> float:
+        """Return how long everything took that ran again so far."""
         ...
