@@ -28,6 +28,7 @@ from tests.execute.test_remaking import (
     chained,
     dropped,
     gradients,
+    owner_that_gives_up_and_fills_again,
     ran_again,
     saved_sum,
     trained,
@@ -99,6 +100,10 @@ def test_a_saved_tensor_that_backward_changes_behind_autograd(room_bytes: int, t
 
     assert_exact(step, tmp_path, room_bytes=room_bytes)
     races()  # a copy out may be under way when backward writes: what it copied is thrown away
+
+
+def test_an_operand_that_its_owner_gives_up_and_fills_again(tmp_path: Path) -> None:
+    assert_exact(owner_that_gives_up_and_fills_again(), tmp_path)
 
 
 def test_operands_of_inference_mode_are_left_alone(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ Note [Unseen writes]: what changes memory, and how it is noticed. Operators of t
 views, `.data`, `out=` and lists; those of other libraries, collectives among them, may write whatever they are given;
 a normalisation in training writes its running statistics and does not say so. Operators of other threads: by versions,
 where the tensor has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
-have, except parameters; before they get it, what is given up and made from it is made. What remains is in
-docs/limits.md.
+have, except parameters; before they get it, what is given up and made from it is made. The same before a storage is
+given up or resized by its owner, as FSDP does with parameters. What remains is in docs/limits.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
 from lowtide.execute.lending import Lending
-from lowtide.execute.modes import OwnMode, is_aside, program_has_modes
+from lowtide.execute.modes import OwnMode, aside, is_aside, program_has_modes
 from lowtide.execute.neighbourhoods import Neighbourhoods
 from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
@@ -365,11 +365,16 @@ class Remaker(OwnMode):
             ]
         )
 
-    def _before_lending(self, tensor: torch.Tensor) -> None:
+    def _before_lending(self, owned: torch.Tensor | torch.UntypedStorage) -> None:
         """See to it that nothing will be made from memory that somebody gets who writes without a call."""
-        if not self._active or tensor.device != self._backend.device or tensor.layout is not torch.strided:
+        if not self._active or is_aside() or owned.device != self._backend.device:
             return
-        serial = self._backend.serial(tensor)
+        if isinstance(owned, torch.UntypedStorage):
+            with aside():
+                owned = torch.empty(0, dtype=torch.uint8, device=owned.device).set_(owned)
+        elif owned.layout is not torch.strided:
+            return
+        serial = self._backend.serial(owned)
         self._before_write(serial)
         self._changed(None, [serial])
 
