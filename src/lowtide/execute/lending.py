@@ -1,4 +1,4 @@
-"""Tells when memory is about to change hands without a call: lent to numpy, say, or given up by whoever it belongs to."""
+"""Tells when memory is about to change hands without a call: lent to numpy, say, or given up by whoever owns it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lending:
         self._originals.clear()
 
     def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def lend(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:  # what the original takes
+        def lend(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             self._before(owned)
             return original(owned, *args, **kwargs)
 
