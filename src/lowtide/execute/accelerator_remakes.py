@@ -43,7 +43,7 @@ class Serials:
         if known is None:
             if len(self._known) >= self._most:
                 self._forget()
-            known = self._known[storage._cdata] = (_WeakRef(storage), next(self._numbers))
+            known = self._known.setdefault(storage._cdata, (_WeakRef(storage), next(self._numbers)))
         return known[1]
 
     def _forget(self) -> None:
