@@ -4,8 +4,8 @@
 run again, and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was
 given up does not outlive its step: between steps, where nobody watches, nothing depends on a call.
 
-Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread, and of those on which autograd
-runs its backward passes on a device (PyTorch hands modes on to them): the mode sees them, through views, `.data`, `out=`
+Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread, and of those on which
+autograd runs backward on a device (PyTorch hands modes on to them): the mode sees them, through views, `.data`, `out=`
 and lists; those of other libraries, collectives among them, may write whatever they are given; a normalisation in
 training writes its running statistics and does not say so. Operators of other threads: by versions, where the tensor
 has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
