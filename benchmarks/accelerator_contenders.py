@@ -56,7 +56,11 @@ def _lowtide(job: DeviceJob, module: nn.Module, optimizer: Optimizer, stack: Exi
 
     assert job.budget_bytes is not None, "Lowtide needs a budget"
     budget: dict[str, int | str] = {"device": job.budget_bytes, "cpu": job.host_bytes}
-    tide = stack.enter_context(lowtide.fit(module, optimizer, budget=budget, spill=job.spill, policy=job.policy))
+    tide = stack.enter_context(
+        lowtide.fit(
+            module, optimizer, budget=budget, spill=job.spill, policy=job.policy, recompute=job.recompute or None
+        )
+    )
 
     def moved_bytes() -> tuple[int, int]:
         stats: dict[str, Any] = tide.stats()
@@ -69,7 +73,7 @@ def _facts(tide: Any) -> dict[str, Any]:
     """Return what Lowtide counted, and what its plan expected."""
     stats = tide.stats()
     kept = ("budget_bytes", "budget_exact", "peak_bytes", "peak_reserved_bytes", "stall_s")
-    device = ("host_peak_bytes", "disk_written_bytes")
+    device = ("host_peak_bytes", "disk_written_bytes", "planned_recomputes", "recomputed_ops", "recompute_s")
     unmanaged = {str(what): count for what, count in dict(stats["unmanaged"]).items()}
     prediction = tide.plan().prediction
     trace = tide.trace()

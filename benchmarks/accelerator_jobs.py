@@ -24,6 +24,7 @@ class DeviceJob(Job):
 
     `contender`: unmanaged, lowtide, save_on_cpu, one_block_ahead or checkpoint; or "probe": only tell what the preset
     named in `policy` makes of the link on this machine. The rates are those of `Link`.
+    `recompute`: whether Lowtide may run operators again.
     """
 
     d2h_bytes_per_s: float = 0.0
@@ -32,4 +33,5 @@ class DeviceJob(Job):
     capacity_bytes: int = 0
     host_bytes: int = 0
     policy: str = "auto"
+    recompute: bool = False
     trace: bool = False

@@ -128,9 +128,10 @@ def goals(lines: list[dict[str, Any]], *, hides: bool) -> list[tuple[str, bool]]
     if ours is None:
         return [("Lowtide runs", False)]
     if hides:
-        hidden, ratio = ours["hidden_share"] or 0.0, ours["ratio_to_unmanaged"]
+        hidden, ratio = ours["hidden_share"], ours["ratio_to_unmanaged"]
+        share = "nothing was copied" if hidden is None else f"{hidden:.0%} of copy time hidden"
         return [
-            (f"{hidden:.0%} of copy time hidden (goal: at least {LEAST_HIDDEN:.0%})", hidden >= LEAST_HIDDEN),
+            (f"{share} (goal: at least {LEAST_HIDDEN:.0%})", hidden is None or hidden >= LEAST_HIDDEN),
             (f"{ratio:.2f}x unmanaged (goal: at most {MOST_RATIO:.2f}x)", ratio <= MOST_RATIO),
         ]
     ratio = ours["ratio_to_bound"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import lowtide
 from lowtide.errors import BudgetTooSmall
+from lowtide.plan.policy import Policy
 from tests.accelerator.devices import device, races, shake
 from tests.accelerator.workloads import data_on, on_device
 from tests.bitwise.record import Record
@@ -61,15 +63,17 @@ def managed(
     *,
     budget_bytes: int,
     spill: Path,
-    policy: str = "auto",
+    policy: str | Policy = "auto",
+    recompute: bool | None = None,
     verify: bool = False,
     host_bytes: int | None = None,
     seed: int | None = None,
     watch_races: bool = False,
+    knobs: Mapping[str, object] | None = None,
 ) -> Outcome:
     """Train on the device inside a budget; nothing may be left in `spill` afterwards."""
     there = device()
-    shake(seed, races=watch_races)
+    shake(seed, races=watch_races, **(knobs or {}))
     outcome = Outcome()
     budget: dict[str, int | str] = {"device": budget_bytes}
     if host_bytes is not None:
@@ -79,7 +83,13 @@ def managed(
             workload = on_device(name, there)
             optimizers = workload.optimizers[0] if len(workload.optimizers) == 1 else workload.optimizers
             with lowtide.fit(
-                workload.model, optimizers, budget=budget, spill=spill, policy=policy, verify=verify
+                workload.model,
+                optimizers,
+                budget=budget,
+                spill=spill,
+                policy=policy,
+                verify=verify,
+                recompute=recompute,
             ) as tide:
 
                 def note_floor() -> None:

@@ -134,3 +134,32 @@ def test_a_planned_step_knows_what_it_needs(device: torch.device, tmp_path: Path
         assert max(plan.needs) >= 4 * BATCH * WIDTH
         assert plan.need_bytes(-1) == plan.needs[0]
         assert plan.need_bytes(len(plan.signature)) is None
+
+
+def test_an_operator_that_works_in_place_writes_what_it_reads(device: torch.device, tmp_path: Path) -> None:
+    """Autograd counts the change after the operator was logged; a recipe without it would make something else."""
+    weight = torch.ones(WIDTH, device=device, requires_grad=True)
+    with lowtide.fit(budget={"device": 64 * MIB}, spill=tmp_path) as tide:
+        with tide.step():
+            (torch.ones(BATCH, WIDTH, device=device) * weight).relu_().sum().backward()
+        trace = tide.trace()
+    relu = next(op for op in trace.ops if op.name == "aten::relu_")
+    assert len(relu.writes) == 1
+    assert relu.writes == relu.reads
+    assert trace.storages[relu.writes[0]].versions == 1
+
+
+def test_how_long_operators_took_is_known_after_a_recorded_step(device: torch.device, tmp_path: Path) -> None:
+    x = torch.ones(BATCH, WIDTH, device=device, requires_grad=True)
+    with lowtide.fit(budget={"device": 64 * MIB}, spill=tmp_path) as tide:
+        with tide.step():
+            (x * 2.0).sin().sum().backward()
+        torch.accelerator.synchronize()
+        sin, cos = torch.ops.aten.sin.default, torch.ops.aten.cos.default
+        remakes = tide._backend.remakes
+        assert remakes is not None
+        assert remakes.clock is not None
+        recorded_s = next(op.duration_s for op in tide.trace().ops if op.name == "aten::sin")
+        assert remakes.clock.took_s(sin, (x,), {}) == pytest.approx(recorded_s, rel=1e-3)
+        assert remakes.clock.took_s(sin, (x[:5],), {}) is None
+        assert remakes.clock.took_s(cos, (x[:5],), {}) is None

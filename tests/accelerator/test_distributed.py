@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 
+from lowtide.plan.policy import Policy
 from tests import models
 from tests.accelerator.devices import IS_EMULATED
+from tests.bitwise.drop_all import DropAll
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_EMULATED, reason="needs two devices: emulated here")]
 
@@ -36,7 +38,7 @@ def wrap(model: nn.Module, kind: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def work(rank: int, kind: str, directory: str, share: float | None) -> None:
+def work(rank: int, kind: str, directory: str, share: float | None, drops: bool = False) -> None:
     """One process: half of each batch, inside a share of what activations add (None: without Lowtide)."""
     import lowtide
     import lowtide.emulator
@@ -64,23 +66,27 @@ def work(rank: int, kind: str, directory: str, share: float | None) -> None:
     else:
         static_bytes, peak_bytes = torch.load(needs)
         budget = {"sim:0": int(static_bytes + share * (peak_bytes - static_bytes))}
-        with lowtide.fit(model, optimizer, budget=budget, spill=directory) as tide:
+        policy: str | Policy = DropAll(once=True) if drops else "auto"
+        with lowtide.fit(model, optimizer, budget=budget, spill=directory, policy=policy) as tide:
             for index in range(STEPS):
                 with tide.step():
                     step(index)
             stats = tide.stats()
         assert int(str(stats["peak_bytes"])) <= budget["sim:0"]
         assert int(str(stats["swapped_out_bytes"])) > 0
+        assert not drops or int(str(stats["recomputed_ops"])) > 0
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     torch.save([p.detach().cpu() for p in full], Path(directory) / f"parameters{rank}{share}")
     dist.barrier()
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("drops", [False, True], ids=("swaps", "drops"))
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_train_exactly_inside_a_budget_each(tmp_path: Path, kind: str) -> None:
+def test_two_processes_train_exactly_inside_a_budget_each(tmp_path: Path, kind: str, drops: bool) -> None:
+    """Parameters that FSDP gives up between forward and backward are what some activations would be made from."""
     for share in (None, 0.6):
-        mp.spawn(work, args=(kind, str(tmp_path), share), nprocs=RANKS)
+        mp.spawn(work, args=(kind, str(tmp_path), share, drops), nprocs=RANKS)
     for rank in range(RANKS):
         stock, managed = (torch.load(tmp_path / f"parameters{rank}{share}") for share in (None, 0.6))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(managed, stock, strict=True))

@@ -65,6 +65,12 @@ class Stage:
         for _ in range(3):
             torch.full((COUNT,), -1.0, device=self.device).mul_(2.0)
 
+    def late(self) -> None:
+        """Queue kernels that take a while."""
+        slow = torch.zeros(COUNT, device=self.device)
+        for _ in range(30):
+            slow += 0.0
+
     def fetch(self, pack: int, record: int) -> Tensor:
         tensor = None
         while tensor is None:
@@ -201,16 +207,93 @@ def slots_in_a_row(stage: Stage) -> bool:
     )
 
 
+def run_again_while_another_stream_computes(stage: Stage) -> bool:
+    """An operator runs again that reads what another stream is still making."""
+    with order.on_stream(torch.Stream(device=stage.device)):
+        _, record = stage.save(3.0)
+    row = stage.backend.flat(record, torch.float32)
+    made = stage.backend.run(torch.ops.aten.mul.Scalar, (row, 2.0), {})
+    return bool((made == 6.0).all())
+
+
+def run_again_with_an_operand_of_another_stream(stage: Stage) -> bool:
+    """An operator runs again, late, that reads what belongs to another stream, which then goes on."""
+    side = torch.Stream(device=stage.device)
+    with order.on_stream(side):
+        tensor = torch.full((COUNT,), 4.0, device=stage.device)
+    torch.accelerator.current_stream().wait_stream(side)
+    alias = stage.backend.alias(tensor)
+    del tensor
+    stage.late()
+    made = stage.backend.run(torch.ops.aten.mul.Scalar, (alias, 2.0), {})
+    del alias
+    with order.on_stream(side):
+        stage.busy()
+    return bool((made == 8.0).all())
+
+
+def made_again_for_another_stream(stage: Stage) -> bool:
+    """A record that one stream is still making again is read by another, late; then its block goes to the first."""
+    pack, record = stage.save(7.0)
+    assert stage.backend.discard(record)
+    stage.late()
+    assert stage.backend.adopt(record, torch.full((COUNT,), 7.0, device=stage.device))
+    with order.on_stream(torch.Stream(device=stage.device)):
+        stage.late()
+        read = stage.backend.tensor(pack, torch.float32)
+        assert read is not None
+        doubled = read * 2.0
+    stage.backend.close_pack(pack)
+    del read
+    stage.busy()
+    torch.accelerator.synchronize()
+    return bool((doubled == 14.0).all())
+
+
+def discarded_before_it_arrived(stage: Stage) -> bool:
+    """A prefetched record that is given up for good while the copy into its block is under way."""
+    _, record = stage.save(4.0)
+    stage.write(record)
+    torch.accelerator.synchronize()
+    stage.backend.events()
+    assert stage.backend.prefetch(record)
+    assert stage.backend.discard(record)
+    other = torch.full((COUNT,), 6.0, device=stage.device)
+    return bool((other == 6.0).all())
+
+
+def discarded_while_it_is_read(stage: Stage) -> bool:
+    """A record that belongs to another stream is given up while kernels still read it; that stream goes on."""
+    side = torch.Stream(device=stage.device)
+    with order.on_stream(side):
+        tensor = torch.full((COUNT,), 9.0, device=stage.device)
+    torch.accelerator.current_stream().wait_stream(side)
+    packed = stage.backend.pack(tensor)
+    stage.late()
+    doubled = tensor * 2.0
+    del tensor
+    stage.backend.events()
+    assert stage.backend.discard(packed.record)
+    with order.on_stream(side):
+        stage.busy()
+    return bool((doubled == 18.0).all())
+
+
 Scene = Callable[[Stage], bool]
 # For each rule, the scenes that need it.
 SCENES: dict[str, tuple[Scene, ...]] = {
     "copy_out_after_compute": (copied_out_while_computing,),
-    "free_after_copy": (copied_out_while_computing, dropped_before_it_arrived),
+    "free_after_copy": (copied_out_while_computing, dropped_before_it_arrived, discarded_before_it_arrived),
     "copy_back_after_compute": (back_into_a_busy_block,),
     "copy_back_after_copy_out": (back_before_it_is_out,),
-    "use_after_copy_back": (back_into_a_busy_block, back_before_it_is_out),
-    "share_with_stream": (used_on_another_stream,),
-    "free_in_order_of_stream": (made_on_another_stream,),
+    "use_after_copy_back": (back_into_a_busy_block, back_before_it_is_out, made_again_for_another_stream),
+    "rerun_after_compute": (run_again_while_another_stream_computes,),
+    "share_with_stream": (
+        used_on_another_stream,
+        run_again_with_an_operand_of_another_stream,
+        made_again_for_another_stream,
+    ),
+    "free_in_order_of_stream": (made_on_another_stream, discarded_while_it_is_read),
     "host_memory_is_idle": (slot_is_filled_while_it_is_read,),
     "is_filled": (slots_in_a_row,),
 }
@@ -256,7 +339,7 @@ def test_without_a_rule_the_loss_is_noticed(rule: str, scene: Scene, tmp_path: P
 
 
 # In this training the two streams know of each other, so another rule covers what these would.
-SELDOM_NEEDED = ("copy_back_after_copy_out", "free_in_order_of_stream")
+SELDOM_NEEDED = ("copy_back_after_copy_out", "free_in_order_of_stream", "rerun_after_compute")
 
 
 @pytest.mark.slow

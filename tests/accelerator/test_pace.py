@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.execute.accelerator_order import on_stream
-from lowtide.execute.accelerator_pace import RunAhead, Stalls
+from lowtide.execute.accelerator_pace import RunAhead, StreamTimes
 from tests.accelerator.devices import IS_EMULATED, shake
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="only the emulator can be told to be slow")
@@ -38,7 +38,7 @@ def test_a_wait_is_timed_on_the_device_and_not_on_the_host(device: torch.device)
     with on_stream(copying):
         there.copy_(host, non_blocking=True)
         copied = copying.record_event()
-    stalls = Stalls(device)
+    stalls = StreamTimes(device)
     stalls.around(computing, lambda: computing.wait_event(copied))
     assert stalls.total_s() == 0.0, "the device has not come that far"
     computing.synchronize()

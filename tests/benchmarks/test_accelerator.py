@@ -124,6 +124,8 @@ def test_goals_on_a_link_that_can_hide_the_traffic() -> None:
     slow = entrant("lowtide", answer(step_s=3.6, copy_s=1.0, hidden_s=0.8, moved=10))
     assert [met for _, met in goals(lines(base, good), hides=True)] == [True, True]
     assert [met for _, met in goals(lines(base, slow), hides=True)] == [False, False]
+    alone = entrant("lowtide", answer(step_s=3.6))  # it ran operators again instead
+    assert [met for _, met in goals(lines(base, alone), hides=True)] == [True, False]
 
 
 def test_goals_where_the_link_is_the_bottleneck() -> None:

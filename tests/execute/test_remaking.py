@@ -342,6 +342,29 @@ def test_another_thread_changes_an_operand(what: str, tmp_path: Path) -> None:
     assert_exact(step, tmp_path)
 
 
+def owner_that_gives_up_and_fills_again() -> Step:
+    """Return a step with a parameter that its owner gives up after forward and gathers again, as FSDP does."""
+    gathered = torch.ones(WIDTH)
+
+    def step(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        gathered.fill_(3.0)
+        value = (offset + gathered + weight).sigmoid().exp().sigmoid()
+        if index >= 3:
+            storage = gathered.untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            storage.resize_(nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(gathered):
+                gathered.fill_(7.0)
+        return value * 2
+
+    return step
+
+
+def test_an_operand_that_its_owner_gives_up_and_fills_again(tmp_path: Path) -> None:
+    assert_exact(owner_that_gives_up_and_fills_again(), tmp_path)
+
+
 def test_a_call_that_raises_half_way_may_have_changed_its_operands(tmp_path: Path) -> None:
     def step(index: int, weight: Tensor, offset: Tensor) -> Tensor:
         one, two = offset.neg(), offset.abs()
@@ -585,3 +608,14 @@ def test_a_normalisation_runs_again_without_its_running_statistics() -> None:
     assert pure[3] is pure[4] is None
     assert all(torch.equal(a, b) for a, b in zip(norm(*training), norm(*pure), strict=True))
     assert without_statistics(writes, evaluating) == evaluating
+
+
+def test_normalisations_of_devices_write_running_statistics_and_do_not_say_so() -> None:
+    x, mean = torch.ones(2), torch.zeros(2)
+    fused = writes_of(aten.cudnn_batch_norm.default)
+    assert fused is not None
+    assert [one is mean for one in fused.moved_along((x, x, x, mean, mean, True, 0.1, 1e-5))] == [True, True]
+    part = writes_of(aten.batch_norm_update_stats.default)  # the results of a part are not what training makes of it
+    assert part is not None
+    assert [one is mean for one in part.written((x, mean, mean, 0.1), {})] == [True, True]
+    assert writes_of(aten.native_batch_norm_backward.default) is None

@@ -30,14 +30,17 @@ from lowtide.execute.accelerator_memory import DeviceMemory
 from lowtide.execute.accelerator_pace import RunAhead
 from lowtide.execute.accelerator_pool import PinnedPool
 from lowtide.execute.accelerator_records import Record
-from lowtide.execute.accelerator_traffic import Traffic, check_free
+from lowtide.execute.accelerator_remakes import Remaking
+from lowtide.execute.accelerator_traffic import check_free
 from lowtide.execute.backend import Log, Usage
+from lowtide.execute.modes import aside
+from lowtide.execute.remakes import Remakes
 from lowtide.execute.residency import Residence
 from lowtide.tiers.medium import Medium, figures_of
 from lowtide.tiers.store import ThreadStore
 
 
-class AcceleratorBackend(Traffic):
+class AcceleratorBackend(Remaking):
     """Fast memory is an accelerator's; see `Backend` for the contract.
 
     `host_bytes` bounds the pinned memory below it; what does not fit there goes on to `medium`.
@@ -49,7 +52,7 @@ class AcceleratorBackend(Traffic):
         check_free(device)
         memory = DeviceMemory(device)
         host = HostTier(PinnedPool(host_bytes, allocate=_pinned), ThreadStore(medium, verify=verify))
-        super().__init__(memory, host, Guard(memory, self))
+        super().__init__(memory, host, Guard(memory, self), verify=verify)
         self.refusals = 0
         self._pace = RunAhead()
         self._budget_bytes: int | None = None
@@ -61,8 +64,8 @@ class AcceleratorBackend(Traffic):
     # ---- budget ----
 
     @property
-    def remakes(self) -> None:
-        """Nothing can be made again: autograd's own thread runs backward, where no mode of ours watches."""
+    def remakes(self) -> Remakes:
+        return self
 
     @property
     def exact_budget(self) -> bool:
@@ -82,6 +85,11 @@ class AcceleratorBackend(Traffic):
         self._memory.forget_peaks()
         self._budget_bytes = budget_bytes
         self._on_pressure = on_pressure
+
+    def lift(self) -> None:
+        """Lift the budget."""
+        self._memory.lift_limit()
+        self._budget_bytes = None
 
     def forget_freed(self) -> None:
         pass  # the allocator knows at once
@@ -169,7 +177,7 @@ class AcceleratorBackend(Traffic):
     # ---- the way back ----
 
     def prefetch(self, record: int) -> bool:
-        with self._guard.aside(), self._lock:
+        with aside(), self._lock:
             found = self._records.get(record)
             if found is None or found.state is not Residence.AWAY:
                 return found is not None
@@ -180,14 +188,14 @@ class AcceleratorBackend(Traffic):
 
     def fetch(self, record: int) -> None:
         found = self._records.get(record)
-        if found is None or found.state is not Residence.AWAY:
+        if found is None or found.state not in (Residence.AWAY, Residence.DROPPED):
             return
-        if not self._is_open:
+        if not self._is_open or found.state is Residence.DROPPED:
             raise self._read_error(found, SpillError(errno.ESTALE, "the tide was closed before backward ran"))
         if not self.make_room(found.nbytes):
             self.refusal("the copy of a saved tensor back to the device", found.nbytes)
             raise self.too_small()
-        with self._guard.aside(), self._lock:
+        with aside(), self._lock:
             place = self._demand(found)
             if place in (None, Place.COMING) or self._bring(found):
                 return  # another thread was faster, or `wait` goes on, or it is on its way
@@ -199,7 +207,7 @@ class AcceleratorBackend(Traffic):
     def _bring_at_last(self, record: Record) -> bool:
         """Start a copy back after everything else that may leave has left."""
         while True:
-            with self._guard.aside(), self._lock:
+            with aside(), self._lock:
                 if record.state is not Residence.AWAY or self._bring(record):
                     return True
                 before_bytes = self._memory.allocated_bytes()
@@ -214,10 +222,11 @@ class AcceleratorBackend(Traffic):
         if self._wait_for_host_memory():
             return  # the caller tries again
         try:
-            memory = self._host.read_around(record.copy)
+            with aside():
+                memory = self._host.read_around(record.copy)
         except OSError as error:
             raise self._read_error(record, error) from None
-        with self._guard.aside(), self._lock:
+        with aside(), self._lock:
             before_bytes = self._memory.allocated_bytes()
             self._came(record, self._copies.copy_back_around(record, memory), before_bytes)
 
@@ -268,8 +277,7 @@ class AcceleratorBackend(Traffic):
         if os.getpid() != self._pid or not self._is_open:
             return  # a forked child has no streams; the spill is its parent's
         self._guard.stop()
-        self._memory.lift_limit()
-        self._budget_bytes = None
+        self.lift()
         for number in list(self._records):
             self.keep(number)
         try:

@@ -9,7 +9,7 @@ import torch
 
 from lowtide.execute import accelerator_order as order
 from lowtide.execute.accelerator_host import HostCopy, HostTier
-from lowtide.execute.accelerator_pace import Stalls
+from lowtide.execute.accelerator_pace import StreamTimes
 from lowtide.execute.accelerator_records import Record, flat
 
 
@@ -18,7 +18,7 @@ class Copies:
 
     def __init__(self, device: torch.device, host: HostTier) -> None:
         self.device = device
-        self.stalls = Stalls(device)
+        self.stalls = StreamTimes(device)
         self.out_bytes = 0
         self.back_bytes = 0
         self._host = host
@@ -84,6 +84,23 @@ class Copies:
                 record.waited.add(stream.stream_id)
         if record.home is not None and record.home != stream.stream_id:
             order.share_with_stream(tensor, stream)
+
+    def before_rerun(self, operands: Iterable[torch.Tensor]) -> torch.Stream:
+        """Order an operator that this thread runs again after all that may have made its operands; return its stream.
+
+        The allocator is told who uses them: the program let go of some that nobody would have read again.
+        """
+        stream = self.note_stream()
+        order.rerun_after_compute(stream, [other for other in self._compute.values() if other is not stream])
+        for operand in operands:
+            order.share_with_stream(operand, stream)
+        return stream
+
+    def made(self, record: Record) -> None:
+        """Note that a record's block was made on this thread's stream: see `before_use`."""
+        stream = self.note_stream()
+        record.arrived, record.home = stream.record_event(), stream.stream_id
+        record.waited = {stream.stream_id}
 
     def before_free(self, storage: torch.UntypedStorage, copies: Iterable[torch.Event]) -> None:
         """Order what computes next after the copies that use a block, which is about to be given up."""

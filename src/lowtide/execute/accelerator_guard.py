@@ -15,20 +15,21 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowtide.core.units import parse_bytes
 from lowtide.execute.accelerator_log import Operand, OperatorLog
 from lowtide.execute.accelerator_memory import DeviceMemory
+from lowtide.execute.modes import OwnMode, is_aside
 from lowtide.execute.recorder import is_operator
 
 _SAME_WHEN_REPEATED = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::_copy_from"})
 _KNOWN_AT_MOST = 1 << 16
+_Span = tuple[torch.Event, torch.Event]
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
 
 
@@ -88,7 +89,7 @@ def _traits(func: Any) -> _Traits:
     )
 
 
-class Guard(TorchDispatchMode):
+class Guard(OwnMode):
     """The mode. `log` is the log of a step that is recorded; `foresees` tells whether a plan makes room in time."""
 
     supports_higher_order_operators = True
@@ -101,14 +102,10 @@ class Guard(TorchDispatchMode):
         self._room = room
         self._module: Any = torch.get_device_module(memory.device)
         self._needs: dict[Hashable, int] = {}  # what an operator took beyond what was live, by its arguments
+        self._spans: dict[Hashable, _Span | float] = {}  # how long it took on the device, of those that were logged
         self._is_entered = False
         self._is_active = False
-        self._aside = threading.local()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run as they are: what is inside is not seen."""
-        return True
+        self._thread = threading.local()
 
     # ---- on and off ----
 
@@ -116,7 +113,7 @@ class Guard(TorchDispatchMode):
         """Watch this thread's operators, and those of the backward passes that it starts."""
         self._is_active = True
         if not self._is_entered:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.enter_below()
             self._is_entered = True
 
     def stop(self) -> None:
@@ -126,22 +123,50 @@ class Guard(TorchDispatchMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_entered = False
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let this thread's own operators pass unseen."""
-        before = getattr(self._aside, "value", False)
-        self._aside.value = True
-        try:
-            yield
-        finally:
-            self._aside.value = before
+    # ---- calls ----
+
+    def mark_call(self, number: int) -> None:
+        """Log the operator that this thread runs next as this one of the step's calls: see Note [Order of modes]."""
+        self._thread.call = number
+
+    def _take_call(self) -> int | None:
+        number: int | None = getattr(self._thread, "call", None)
+        self._thread.call = None
+        return number
+
+    def again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator with room made for it, whether or not the mode is on. Nothing of it is logged."""
+        traits = _traits(func)
+        tensors = [thing for thing in _things((args, kwargs)) if isinstance(thing, torch.Tensor)]
+        self._make_room(traits, func, args, kwargs, tensors)
+        return self._run(traits, lambda: func(*args, **kwargs), args, kwargs, tensors)
+
+    def duration_s(self, func: Any, args: Any, kwargs: Any) -> float | None:
+        """Return how long an operator took on the device when it was last logged (None: it was not)."""
+        key = _key(func, args, kwargs)
+        span = self._spans.get(key)
+        if isinstance(span, tuple):
+            begin, end = span
+            if not end.query():
+                return None
+            span = self._spans[key] = max(0.0, begin.elapsed_time(end) / 1e3)
+        return span
 
     # ---- operators ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._is_active or getattr(self._aside, "value", False) or not hasattr(func, "_schema"):
+        if not self._is_active or is_aside() or not hasattr(func, "_schema"):
             return func(*args, **kwargs)
+        if self.log is None:
+            return self._guarded(func, args, kwargs)
+        number = self._take_call()
+        try:
+            return self._guarded(func, args, kwargs, number)
+        finally:
+            self._take_call()  # of a mode below, which numbers this very operator: too late
+
+    def _guarded(self, func: Any, args: Any, kwargs: Any, number: int | None = None) -> Any:
         traits = _traits(func)
         if self.log is None and (traits.is_view or (self.foresees and traits.is_plain)):
             try:
@@ -152,7 +177,7 @@ class Guard(TorchDispatchMode):
         if not self._is_ours(tensors, kwargs):
             return func(*args, **kwargs)
         if self.log is not None:
-            return self._logged(self.log, traits, func, args, kwargs, tensors)
+            return self._logged(self.log, traits, func, args, kwargs, tensors, number)
         # Where a plan makes room in time, only operators that cannot be run again are not left to that.
         if not self.foresees or traits.written:
             self._make_room(traits, func, args, kwargs, tensors)
@@ -178,7 +203,14 @@ class Guard(TorchDispatchMode):
             raise self._room.refusal(traits.name, need_bytes)
 
     def _logged(
-        self, log: OperatorLog, traits: _Traits, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
+        self,
+        log: OperatorLog,
+        traits: _Traits,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        number: int | None,
     ) -> Any:
         if not traits.is_view:
             self._make_room(traits, func, args, kwargs, tensors)
@@ -203,11 +235,15 @@ class Guard(TorchDispatchMode):
             key = _key(func, args, kwargs)
             if len(self._needs) >= _KNOWN_AT_MOST:  # shapes that never come again
                 self._needs.clear()
+                self._spans.clear()
             self._needs[key] = max(self._needs.get(key, 0), peak_bytes - before_bytes)
-        changed = _given(traits.written, args, kwargs)
-        results = [thing for thing in _things((result, changed)) if isinstance(thing, torch.Tensor)]
+            if span is not None:
+                self._spans[key] = span
+        results = [thing for thing in _things(result) if isinstance(thing, torch.Tensor)]
         writes = [_operand(tensor) for tensor in results if self._is_tracked(tensor)]
-        log.operator(traits.name, reads, writes, span=span, live_bytes=live_bytes, peak_bytes=peak_bytes)
+        changed = _given(traits.written, args, kwargs)
+        writes += [_operand(tensor, changed=True) for tensor in changed if self._is_tracked(tensor)]
+        log.operator(traits.name, reads, writes, span=span, live_bytes=live_bytes, peak_bytes=peak_bytes, call=number)
         return result
 
     def _run(
@@ -272,8 +308,10 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
 
 
-def _operand(tensor: torch.Tensor) -> Operand:
-    return Operand(tensor.untyped_storage(), tensor._version)
+def _operand(tensor: torch.Tensor, *, changed: bool = False) -> Operand:
+    """Return a tensor as the log needs it; `changed`: autograd counts that only when the call has returned."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return Operand(tensor.untyped_storage(), version + changed)
 
 
 def _things(value: Any) -> Iterator[Any]:

@@ -109,8 +109,12 @@ class OperatorLog:
         span: tuple[torch.Event, torch.Event] | None,
         live_bytes: int,
         peak_bytes: int,
+        call: int | None = None,
     ) -> None:
-        """Log a call that has ended; `live_bytes` and `peak_bytes` as the allocator counts, `span` if it computes."""
+        """Log a call that has ended; `live_bytes` and `peak_bytes` as the allocator counts, `span` if it computes.
+
+        `call`: its number among the step's calls, if they are numbered.
+        """
         self._needs[-1] = max(self._needs[-1], peak_bytes - self._segment_bytes)
         scope = Scope.BACKWARD if torch._C._current_graph_task_id() != -1 else Scope.USER if self.updating else None
         outer = self._number(_BACKWARD if scope is Scope.BACKWARD else _UPDATE)
@@ -119,6 +123,8 @@ class OperatorLog:
             if scope is not None:
                 self.add(Logged.OP_BEGIN, outer, scope)
             self.add(Logged.OP_BEGIN, number, Scope.FUNCTION)
+            if call is not None:
+                self.add(Logged.CALL, call)
             self._spans.append(span)
         for operand in reads:  # also those of a view: what it returns is no new storage
             serial = self.serial_of(operand.storage)

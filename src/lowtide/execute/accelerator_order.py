@@ -11,6 +11,9 @@ between the two:
 - a copy back writes into a block after the kernels that used it in an earlier life (`copy_back_after_compute`), from
   host memory that a copy out has filled (`copy_back_after_copy_out`); kernels read it after the copy
   (`use_after_copy_back`), and a block that nobody read is freed after it as well (`free_after_copy`);
+- an operator that runs again, on whichever stream asks for what it makes, does so after the kernels of all streams that
+  may have made its operands (`rerun_after_compute`); kernels of other streams wait for what it made as they do for a
+  copy back (`use_after_copy_back`);
 - a block of one stream that another one uses is known to its allocator (`share_with_stream`,
   `free_in_order_of_stream`);
 - host memory is used again, or read by a thread, after the copies that use it (`host_memory_is_idle`, `is_filled`).
@@ -31,6 +34,7 @@ RULES = (
     "copy_back_after_compute",
     "copy_back_after_copy_out",
     "use_after_copy_back",
+    "rerun_after_compute",
     "share_with_stream",
     "free_in_order_of_stream",
     "host_memory_is_idle",
@@ -60,8 +64,14 @@ def copy_back_after_copy_out(back: torch.Stream, filled: torch.Event) -> None:
 
 
 def use_after_copy_back(compute: torch.Stream, arrived: torch.Event) -> None:
-    """Let kernels wait for the copy back of what they read."""
+    """Let kernels wait for the copy back of what they read, or for the stream that made it again."""
     compute.wait_event(arrived)
+
+
+def rerun_after_compute(stream: torch.Stream, others: Iterable[torch.Stream]) -> None:
+    """Let an operator that runs again wait for the other streams' kernels so far: they may make what it reads."""
+    for other in others:
+        stream.wait_event(other.record_event())
 
 
 def share_with_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:

@@ -1,11 +1,14 @@
-"""How far the host may be ahead of the device, and how long the device waited for copies."""
+"""How far the host may be ahead of the device, and how long the device was at what it was given."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class RunAhead:
@@ -32,29 +35,30 @@ class RunAhead:
         self._reached.clear()
 
 
-class Stalls:
-    """Times the waits of compute streams: by events before and after each, read when the device has passed them."""
+class StreamTimes:
+    """Times what compute streams are given: by events before and after each, read when the device has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open: deque[tuple[torch.Event, torch.Event]] = deque()
         self._total_s = 0.0
 
-    def around(self, stream: torch.Stream, wait: Callable[[], None]) -> None:
-        """Queue a wait on a stream and time it."""
+    def around(self, stream: torch.Stream, queue: Callable[[], T]) -> T:
+        """Queue something on a stream, a wait or an operator, and time it."""
         before = torch.Event(device=self._device, enable_timing=True)
         after = torch.Event(device=self._device, enable_timing=True)
         before.record(stream)
-        wait()
+        queued = queue()
         after.record(stream)
         self._open.append((before, after))
+        return queued
 
     def add(self, seconds: float) -> None:
         """Count a wait of the host that left the device without work."""
         self._total_s += seconds
 
     def total_s(self) -> float:
-        """Return the seconds of all waits that have ended."""
+        """Return the seconds of all that has ended."""
         while self._open and self._open[0][1].query():
             before, after = self._open.popleft()
             self._total_s += max(0.0, before.elapsed_time(after) / 1e3)

@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,9 @@ class End(NamedTuple):
 class Record:
     """A storage that autograd saved. `storage` is torch's one Python object for it (None: it is not on the device).
 
-    `arrived` is the copy back that fills it, until a stream that uses it has waited (`waited` are their numbers).
-    `home` is the stream for which we allocated its block (None: the program did).
+    `arrived` is the copy back that fills it, or the kernels that made it again, until a stream that uses it has waited
+    (`waited` are their numbers). `home` is the stream for which we allocated its block (None: the program did).
+    `checksum` is what was given up without a copy has to sum up to when it was made again (None: nobody asks).
     """
 
     def __init__(self, number: int, storage: torch.UntypedStorage, ends: deque[End]) -> None:
@@ -56,6 +57,7 @@ class Record:
         self.arrived: torch.Event | None = None
         self.waited: set[int] = set()
         self.home: int | None = None
+        self.checksum: torch.Tensor | None = None
         self.wanted = False  # asked for while leaving: stays when the copy has landed
         self.handed_out = False  # since it was last copied out
         self._ends = ends
@@ -95,6 +97,24 @@ class Pack:
     stride: tuple[int, ...]
     offset: int
     probe: torch.Tensor
+
+
+# What gives a view the version of what it is a view of, in the dispatcher.
+_tls: Any = torch._C
+_VERSIONS: Any = _tls.DispatchKey.ADInplaceOrView
+
+
+def same_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory with the same version and without the graph, also inside a dispatch mode.
+
+    There autograd is over, and what `detach` returns would count its changes for itself.
+    """
+    excluded = _tls._dispatch_tls_is_dispatch_key_excluded(_VERSIONS)
+    _tls._dispatch_tls_set_dispatch_key_excluded(_VERSIONS, False)
+    try:
+        return tensor.detach()
+    finally:
+        _tls._dispatch_tls_set_dispatch_key_excluded(_VERSIONS, excluded)
 
 
 def flat(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -20,9 +21,10 @@ from lowtide.execute.accelerator_copies import Copies
 from lowtide.execute.accelerator_guard import Guard
 from lowtide.execute.accelerator_host import HostTier, Place
 from lowtide.execute.accelerator_memory import DeviceMemory
-from lowtide.execute.accelerator_records import End, Pack, Record, can_count_holders, flat
+from lowtide.execute.accelerator_records import End, Pack, Record, can_count_holders, flat, same_version
 from lowtide.execute.backend import Packed
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, Written
+from lowtide.execute.modes import aside
 from lowtide.execute.residency import Residence
 
 _open_backends: weakref.WeakSet[Traffic] = weakref.WeakSet()
@@ -85,8 +87,8 @@ class Traffic:
     def pack(self, tensor: torch.Tensor) -> Packed:
         self._warn()
         self._copies.note_stream()
-        with self._guard.aside(), self._lock:
-            probe = tensor.detach()
+        with aside(), self._lock:
+            probe = same_version(tensor)
             probe.data = self._empty_of(tensor.dtype)
             storage = tensor.untyped_storage()
             record = self._by_storage.get(storage._cdata)
@@ -112,20 +114,28 @@ class Traffic:
 
     def tensor(self, pack: int, dtype: torch.dtype) -> torch.Tensor | None:
         held = self._packs[pack]
-        with self._guard.aside(), self._lock, torch.inference_mode(False):
-            record = held.record
-            if record.storage is None:
+        with aside(), self._lock, torch.inference_mode(False):
+            view = self._hand_out(held.record, dtype, held.offset, held.size, held.stride)
+            if view is None:
                 return None
-            record.handed_out = True
-            if record.state is Residence.CLEAN:
-                self._forget_copy(record)
-            view = torch.empty(0, dtype=dtype, device=self.device)
-            view.set_(record.storage, held.offset, held.size, held.stride)
-            self._copies.before_use(record, view)
             # It shares the saved tensor's version: a change made through it shows at the next unpack, as in stock (R5).
-            made = held.probe.detach()
+            made = same_version(held.probe)
             made.data = view
             return made
+
+    def _hand_out(
+        self, record: Record, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Return a tensor on a record's storage for what this thread computes next (None: it is not on the device)."""
+        if record.storage is None:
+            return None
+        record.handed_out = True
+        if record.state is Residence.CLEAN:
+            self._forget_copy(record)
+        view = torch.empty(0, dtype=dtype, device=self.device)
+        view.set_(record.storage, offset, size, stride)
+        self._copies.before_use(record, view)
+        return view
 
     def _forget_copy(self, record: Record) -> None:
         """Count a record as never copied: whoever has it may change it without autograd noticing (`x.data`)."""
@@ -189,7 +199,7 @@ class Traffic:
     # ---- the way out ----
 
     def write(self, record: int, nbytes: int) -> bool:
-        with self._guard.aside(), self._lock:
+        with aside(), self._lock:
             found = self._records.get(record)
             if found is None or not self._is_open or found.state is not Residence.RESIDENT or not found.is_alone():
                 return False
@@ -220,7 +230,7 @@ class Traffic:
         while self._dying and need_bytes > 0:
             end = self._dying.pop(0)
             assert end.storage is not None, "only blocks that a copy uses are kept"
-            with self._guard.aside():
+            with aside():
                 self._copies.before_free(end.storage, end.copies)
             need_bytes -= end.nbytes
             before_bytes = self._memory.allocated_bytes()
@@ -236,7 +246,7 @@ class Traffic:
     def _give_up(self, record: Record) -> None:
         assert record.storage is not None, f"record {record.number} is away already"
         self._by_storage.pop(record.cdata, None)
-        with self._guard.aside():
+        with aside():
             self._copies.before_free(record.storage, record.copies())
         if self._guard.log is not None:
             self._guard.log.evicted(record.storage)
@@ -308,7 +318,7 @@ class Traffic:
         start_s = time.perf_counter()
         self._host.wait_for(copy)
         self._copies.stalls.add(time.perf_counter() - start_s)
-        with self._guard.aside(), self._lock:
+        with aside(), self._lock:
             self._host.settle()
             # For whoever waits for a transfer that is under way, it is the device that waits: see Note [Landing].
             if record in self._leaving:

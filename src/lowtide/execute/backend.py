@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lowtide.core.log import LogEntry
 from lowtide.execute.events import Event
@@ -16,7 +16,7 @@ from lowtide.execute.events import Event
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.execute.remaker import Remakes
+    from lowtide.execute.remakes import Clock, Remakes
 
 
 class Packed(NamedTuple):
@@ -230,6 +230,15 @@ class AskedByAllocator:
     @property
     def remakes(self) -> Remakes | None:
         """Nothing can be made again."""
+        return None
+
+    def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator again: the allocator asks when it needs room."""
+        return operator(*args, **kwargs)
+
+    @property
+    def clock(self) -> Clock | None:
+        """The host runs operators itself."""
         return None
 
     def rest(self) -> None:

@@ -18,7 +18,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import AskedByAllocator, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
-from lowtide.execute.remaker import Remakes
+from lowtide.execute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.tiers.extents import Extent, Extents
@@ -306,12 +306,7 @@ class CpuBackend(AskedByAllocator):
     def adopt(self, record: int, tensor: torch.Tensor) -> bool:
         result = self._native.record_adopt(record, tensor._cdata)
         if result == -2:
-            what = format_bytes(tensor.numel() * tensor.itemsize)
-            raise SpillCorrupted(
-                errno.EBADMSG,
-                f"{what} saved for backward came out otherwise when its operators ran again: "
-                "please report the model, and use a policy that does not recompute",
-            )
+            raise came_out_otherwise(tensor.untyped_storage().nbytes())
         return result == 0
 
     def flat(self, record: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Tells when memory is about to be lent to somebody who writes it without a call: numpy, or another framework."""
+"""Tells when memory is about to change hands without a call: lent to numpy, say, or given up by whoever owns it."""
 
 from __future__ import annotations
 
@@ -7,36 +7,41 @@ from typing import Any
 
 import torch
 
-# What lends a tensor's memory: `numpy.asarray` and its like end here too.
-_WAYS = ("numpy", "__dlpack__")
+# What lends a tensor's memory (`numpy.asarray` and its like end here too), and how FSDP gives parameters up meanwhile.
+_WAYS: tuple[tuple[type, str], ...] = (
+    (torch.Tensor, "numpy"),
+    (torch.Tensor, "__dlpack__"),
+    (torch.UntypedStorage, "resize_"),
+)
 
 
 class Lending:
-    """Calls `before(tensor)` before any of the ways is gone, in the whole process, while it is on."""
+    """Calls `before(tensor or storage)` before any of the ways is gone, in the whole process, while it is on."""
 
-    def __init__(self, before: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, before: Callable[[torch.Tensor | torch.UntypedStorage], None]) -> None:
         self._before = before
-        self._originals: dict[str, tuple[Any, bool]] = {}
+        self._originals: dict[tuple[type, str], tuple[Any, bool]] = {}
 
     def on(self) -> None:
         """Start to tell."""
-        for name in _WAYS:
-            self._originals[name] = (getattr(torch.Tensor, name), name in vars(torch.Tensor))
-            setattr(torch.Tensor, name, self._telling(self._originals[name][0]))
+        for owner, name in _WAYS:
+            original = getattr(owner, name)
+            self._originals[owner, name] = (original, name in vars(owner))
+            setattr(owner, name, self._telling(original))
 
     def off(self) -> None:
         """Leave everything as it was."""
-        for name, (original, own) in self._originals.items():
+        for (owner, name), (original, own) in self._originals.items():
             if own:
-                setattr(torch.Tensor, name, original)
+                setattr(owner, name, original)
             else:
-                delattr(torch.Tensor, name)
+                delattr(owner, name)
         self._originals.clear()
 
     def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def lend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # whatever the original takes
-            self._before(tensor)
-            return original(tensor, *args, **kwargs)
+        def lend(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            self._before(owned)
+            return original(owned, *args, **kwargs)
 
         lend.__doc__ = original.__doc__
         return lend

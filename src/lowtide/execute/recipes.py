@@ -46,17 +46,24 @@ class Layout:
 class Kept:
     """An operand that stays where it is: a parameter, something small, or memory that never moves.
 
-    `tensor` is the same memory without a graph, of which `version` was current.
+    `tensor` is the same memory without a graph, of which `version` was current and whose storage had `nbytes`.
     """
 
     tensor: torch.Tensor
     version: int
+    nbytes: int
     may_be_shared: bool = False
 
+    @staticmethod
+    def of(tensor: torch.Tensor, *, may_be_shared: bool) -> Kept:
+        """Return a tensor without a graph as it is now."""
+        return Kept(tensor, tensor._version, tensor.untyped_storage().nbytes(), may_be_shared)
+
     def is_changed(self) -> bool:
-        """Tell whether the memory was changed since, or may have been: it was lent to numpy, for one."""
-        shared = not self.may_be_shared and not self.tensor.untyped_storage().resizable()
-        return shared or bool(self.tensor._version != self.version)
+        """Tell whether the memory was changed since, or may have been: lent to numpy, or given up by FSDP."""
+        storage = self.tensor.untyped_storage()
+        shared = not self.may_be_shared and not storage.resizable()
+        return shared or self.tensor._version != self.version or storage.nbytes() != self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +226,14 @@ def writes_of(operator: object) -> Writes | None:
     """Return which arguments an operator writes (None: none)."""
     if not isinstance(operator, Operator) or operator.namespace not in ("aten", "prims", "prim"):
         return Writes(anything=True)  # collectives, for one, write what they do not say they write
-    if operator is torch.ops.aten.native_batch_norm.default:
-        return Writes(statistics=(3, 4), training=5)
     arguments = operator._schema.arguments
     written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    unsaid = [(i, a) for i, a in enumerate(arguments) if a.alias_info is None and a.name.startswith("running_")]
+    if unsaid and not operator._schema.name.endswith("_backward"):  # which only reads them
+        training = _position(operator, "training")
+        if training is not None and not written:
+            return Writes(statistics=tuple(i for i, _ in unsaid), training=training)
+        written += unsaid  # as in the parts of a normalisation over several devices
     if not written:
         return None
     return Writes(

@@ -4,23 +4,25 @@
 run again, and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was
 given up does not outlive its step: between steps, where nobody watches, nothing depends on a call.
 
-Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread: the mode sees them, through
-views, `.data`, `out=` and lists; those of other libraries, collectives among them, may write whatever they are given;
-a normalisation in training writes its running statistics and does not say so. Operators of other threads: by versions,
-where the tensor has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
-have, except parameters; before they get it, what is given up and made from it is made. What remains is in
-docs/limits.md.
+Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread, and of those on which
+autograd runs backward on a device (PyTorch hands modes on to them): the mode sees them, through views, `.data`, `out=`
+and lists; those of other libraries, collectives among them, may write whatever they are given; a normalisation in
+training writes its running statistics and does not say so. Operators of other threads: by versions, where the tensor
+has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
+have, except parameters; before they get it, what is given up and made from it is made. The same before a storage is
+given up or resized by its owner, as FSDP does with parameters. What remains is in docs/limits.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import (
@@ -34,6 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
 from lowtide.execute.lending import Lending
+from lowtide.execute.modes import OwnMode, aside, is_aside, program_has_modes
 from lowtide.execute.neighbourhoods import Neighbourhoods
 from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
@@ -49,6 +52,7 @@ from lowtide.execute.recipes import (
     without_statistics,
     writes_of,
 )
+from lowtide.execute.remakes import Remakes
 from lowtide.execute.rerun import Records, rerun
 
 
@@ -58,53 +62,7 @@ def can_watch() -> bool:
     return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
 
 
-class Remakes(Protocol):
-    """What a backend offers whose records can be given up and made again."""
-
-    device: torch.device
-
-    def serial(self, tensor: torch.Tensor) -> int:
-        """Return a number for the memory behind a tensor, never used twice; below zero: not ours; 0: none."""
-        ...
-
-    def storage_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the storage behind a tensor; -1 if others can reach that memory."""
-        ...
-
-    def discard(self, record: int) -> bool:
-        """Give up a record's fast bytes without a copy; False if it cannot be moved now."""
-        ...
-
-    def adopt(self, record: int, tensor: torch.Tensor) -> bool:
-        """Make a tensor's storage that of a record that was discarded; False if it does not fit."""
-        ...
-
-    def flat(self, record: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return all of a record's storage as one row, or None if it is not in fast memory."""
-        ...
-
-    def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Tell whether others than tensors reach the memory behind a tensor: numpy, a file, another process."""
-        ...
-
-    def is_lent(self, record: int) -> bool:
-        """Tell the same of a record's memory."""
-        ...
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the same memory with the same version, but without the graph (None: not possible)."""
-        ...
-
-    def lift(self) -> None:
-        """Lift the budget: the end is near, and what is made again has to be held."""
-        ...
-
-    def mark_call(self, number: int) -> None:
-        """Log which of the step's calls the operator is that runs."""
-        ...
-
-
-class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves modes untyped
+class Remaker(OwnMode):
     """Numbers and remembers calls, and runs them again: see the module's text."""
 
     def __init__(self, backend: Remakes, records: Records, *, least_bytes: int) -> None:
@@ -117,7 +75,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._recipes: dict[int, Product] = {}
         self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
         self._readers: dict[int, list[weakref.ref[Call]]] = {}
-        self._number = 0
+        self._numbers = itertools.count()  # on a device, autograd's threads call too
         self._wanted: Collection[int] | None = ()
         self._last = -1
         self._marks = False
@@ -127,18 +85,13 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._lending = Lending(self._before_lending)
         self._neighbourhoods = self._no_neighbours()
         self.ran = 0
-        self.busy_s = 0.0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone: with any other mode on, PyTorch would run the code it was compiled from."""
-        return True
+        self._host_s = 0.0
 
     # ---- the step ----
 
     def begin(self, *, wanted: Collection[int] | None, marks: bool) -> None:
         """Start to number calls from zero; remember the `wanted` ones (see `want`), or mark all in the log."""
-        self._number = 0
+        self._numbers = itertools.count()
         watches = can_watch()
         self.want(wanted if watches else ())
         self._marks = marks and watches
@@ -176,7 +129,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Be on if the step that begins has calls to number, else off; `nested`: the program's modes may be on."""
         if self.is_needed and not self._on:
             # A mode that the program leaves takes the topmost off: only a context of ours may stand above its own.
-            if nested or torch._C._len_torch_dispatch_stack() == 0:
+            if nested or not program_has_modes():
                 self._on = True
                 self._lending.on()
                 self.__enter__()  # type: ignore[no-untyped-call]
@@ -273,10 +226,9 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # whatever the operator returns
         kwargs = kwargs or {}
-        if not self._active:
+        if not self._active or is_aside():
             return func(*args, **kwargs)
-        number = self._number
-        self._number = number + 1
+        number = next(self._numbers)
         if self._marks:
             self._backend.mark_call(number)
         writes = writes_of(func)
@@ -300,7 +252,9 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._changed(call, targets)
         self._changed(None, moved)
         if call is not None:
-            call.duration_s = time.perf_counter() - begun_s
+            call.duration_s, clock = time.perf_counter() - begun_s, self._backend.clock
+            if self._wanted is None and clock is not None:  # else nobody asks
+                call.duration_s = clock.took_s(func, args, kwargs) or call.duration_s
             self._made(call, result, args, kwargs)
         if number == self._last:
             self._forget_unsaved(but=call)
@@ -325,7 +279,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """
         self._products = {
             serial: one
-            for serial, one in self._products.items()
+            for serial, one in list(self._products.items())
             if one.record is not None or any(call is but for call in one.calls)
         }
 
@@ -357,7 +311,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def _operand(self, tensor: torch.Tensor, read: list[int], targets: Sequence[int]) -> Kept | Source | Made | None:
         """Return how a tensor is to be had later, or None if that is not certain; see Note [Unseen writes]."""
-        if unmanaged_reason(tensor, self._backend.device) is not None:
+        if unmanaged_reason(tensor, self._backend.device) is not None or tensor.is_inference():
             return None
         serial = self._backend.serial(tensor)
         product = self._products.get(serial)
@@ -374,7 +328,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         read.append(serial)
         if serial <= 0 or parameter or self._backend.storage_bytes(tensor) < self._least_bytes:
             alias = self._backend.alias(tensor)
-            return None if alias is None else Kept(alias, alias._version, may_be_shared=parameter)
+            return None if alias is None else Kept.of(alias, may_be_shared=parameter)
         return Source(self._records.hold(tensor), Layout.of(tensor))
 
     def _changed(self, call: Call | None, targets: Sequence[int]) -> None:
@@ -393,7 +347,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Take note of what a call made."""
         before = {self._backend.serial(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         for index, made in enumerate(tree_leaves(result)):
-            if isinstance(made, torch.Tensor):
+            if isinstance(made, torch.Tensor) and not made.is_inference():
                 serial = self._backend.serial(made)
                 if serial > 0 and serial not in before:
                     product = Product([call], index, made.dtype, serial, made._version)
@@ -415,15 +369,26 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             ]
         )
 
-    def _before_lending(self, tensor: torch.Tensor) -> None:
+    def _before_lending(self, owned: torch.Tensor | torch.UntypedStorage) -> None:
         """See to it that nothing will be made from memory that somebody gets who writes without a call."""
-        if not self._active or tensor.device != self._backend.device or tensor.layout is not torch.strided:
+        if not self._active or is_aside() or owned.device != self._backend.device:
             return
-        serial = self._backend.serial(tensor)
+        if isinstance(owned, torch.UntypedStorage):
+            with aside():
+                owned = torch.empty(0, dtype=torch.uint8, device=owned.device).set_(owned)
+        elif owned.layout is not torch.strided:
+            return
+        serial = self._backend.serial(owned)
         self._before_write(serial)
         self._changed(None, [serial])
 
     # ---- making ----
+
+    @property
+    def busy_s(self) -> float:
+        """How long everything took that ran again so far."""
+        clock = self._backend.clock
+        return self._host_s if clock is None else clock.ran_s()
 
     def _remake_each(self, records: Sequence[int]) -> None:
         """Make records one after the other, in the order they were saved: each may be swapped as soon as it is made."""
@@ -438,7 +403,7 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             if not wanted:
                 return
             begun = time.perf_counter()
-            with rerun(wanted, self._records, self._backend.device) as made:
+            with rerun(wanted, self._records, self._backend) as made:
                 for product, record in wanted.items():
                     tensor = made.pop(product)
                     if self._backend.adopt(record, tensor):
@@ -451,4 +416,4 @@ class Remaker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                     elif self._records.is_dropped(record):
                         raise AssertionError(f"record {record} was made again with another size")
             self.ran += made.calls
-            self.busy_s += time.perf_counter() - begun
+            self._host_s += time.perf_counter() - begun

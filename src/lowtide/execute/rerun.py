@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from lowtide.execute.hooks import SavedTensor
 from lowtide.execute.numerics import running_under
 from lowtide.execute.recipes import Call, Kept, Layout, Made, Product, Source
+from lowtide.execute.remakes import Remakes
 
 _CHANGED = (
     "lowtide: a tensor that a saved one is computed from was changed in place on another thread or after its step had "
@@ -44,9 +45,10 @@ class Records(Protocol):
 class Rerun:
     """The calls that make some products, down to operands in memory or on a tier, and what they made so far."""
 
-    def __init__(self, wanted: Collection[Product], records: Records) -> None:
+    def __init__(self, wanted: Collection[Product], records: Records, remakes: Remakes) -> None:
         self._wanted = wanted
         self._records = records
+        self._remakes = remakes
         self._borrowed: dict[int, ExitStack] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._at_hand: dict[Product, int] = {}
@@ -118,7 +120,7 @@ class Rerun:
         for call in self._ordered:
             args, kwargs = tree_unflatten([self._value(leaf) for leaf in call.leaves], call.spec)
             with running_under(call.numerics):
-                results = tree_leaves(call.operator(*args, **kwargs))
+                results = tree_leaves(self._remakes.run(call.operator, args, kwargs))
             for product in self._outputs.get(call, ()):
                 self._made[product] = results[product.output]
             del args, kwargs, results
@@ -151,14 +153,14 @@ class Rerun:
 
 
 @contextmanager
-def rerun(wanted: Collection[Product], records: Records, device: torch.device) -> Iterator[Rerun]:
+def rerun(wanted: Collection[Product], records: Records, remakes: Remakes) -> Iterator[Rerun]:
     """Run the calls that make the wanted products; what they made is there while the context lasts.
 
     They run as they were dispatched: below autograd, autocast and whatever modes the program has on.
     """
-    running = Rerun(wanted, records)
+    running = Rerun(wanted, records, remakes)
     below = torch._C._AutoDispatchBelowAutograd
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _disable_current_modes(), below():
+    with torch.no_grad(), torch.autocast(remakes.device.type, enabled=False), _disable_current_modes(), below():
         try:
             running.run()
             yield running

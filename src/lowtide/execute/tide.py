@@ -363,9 +363,9 @@ def fit(
     "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}.
     `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
     keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
-    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; where that is
-    not possible, on accelerators and under torch.compile, it swaps). `model` and `optimizer` (one, several or none) are
-    not changed; they tell parameters from activations in traces and reports.
+    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
+    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
+    changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
