@@ -22,6 +22,8 @@ def test_probe_measures_prints_and_keeps(
     assert kept is not None
     assert told["links"]["spill"]["read_bytes_per_s"] == kept.links["spill"].read_bytes_per_s
     assert told["matmul_flop_per_s"] > 0
+    cut = told["read_and_copy"]
+    assert 0 < cut["best_s"] <= min(cut["tier_s"], cut["whole_s"])
     assert told["file"] == str(tmp_path / "cache" / "machine.json")
     assert list(spill.iterdir()) == []
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Trace
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.allocators import MODELS, Allocator, allocator, reserved_peak, stream_of
 from lowtide.testing.traces import chain_trace, residual_trace, traces
 
 KIB, MIB = 1 << 10, 1 << 20
+RECORDED = sorted((Path(__file__).parent.parent / "data").glob("*.trace"))
 
 
 def alive(*sizes: int) -> list[tuple[float, int, int]]:
@@ -166,6 +169,23 @@ def test_the_exact_model_is_the_most_that_was_alive(stream: list[tuple[float, in
 def test_a_traces_stream_has_the_traces_peak(trace: Trace) -> None:
     scratch_bytes = MIB if trace.model == "residual" else 0  # which `residual_trace` has beside its storages
     assert reserved_peak(stream_of(trace), "exact") == trace.peak_bytes - scratch_bytes
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_recorded_steps_stream_ends_as_it_began_and_peaks_where_the_step_did_or_a_little_higher(path: Path) -> None:
+    """Higher, because within an operator all that it allocates comes before all that it frees."""
+    trace = load_trace(path)
+    stream = stream_of(trace)
+    live: dict[int, int] = {}
+    for _, nbytes, block in stream:
+        if nbytes > 0:
+            assert block not in live
+            live[block] = nbytes
+        else:
+            assert live.pop(block) == -nbytes
+    assert sum(live.values()) == trace.static_bytes
+    assert trace.peak_bytes <= reserved_peak(stream, "exact") < 1.06 * trace.peak_bytes
+    assert reserved_peak(stream, "exact") == min(reserved_peak(stream, model) for model in MODELS)
 
 
 @given(traces())

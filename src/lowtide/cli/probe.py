@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from lowtide.cli.checks import check_spill, spill_directory, spill_locations, warn_of_memory
 from lowtide.cli.output import console, echo_json, facts
-from lowtide.core.units import format_rate, format_seconds
+from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument
+
+if TYPE_CHECKING:
+    from lowtide.core.machine import Machine
+
+_CUT_BYTES = 64 << 20
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,10 +51,12 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
     except OSError as error:
         cache = calibrate.machine_path().parent
         raise BadArgument(f"cannot keep the result in {cache}: {error.strerror}; set LOWTIDE_CACHE") from error
+    cut = _cut(machine)
     if as_json:
         echo_json(
             {
                 **calibrate.machine_to_dict(machine),
+                "read_and_copy": cut,
                 "matmul_flop_per_s": compute.matmul_flop_per_s,
                 "direct": direct,
                 "directories": [str(directory) for directory in directories],
@@ -62,7 +71,37 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
         ("spill", f"{', '.join(map(str, directories))} ({'O_DIRECT' if direct else 'through the page cache'})"),
         ("write", f"{format_rate(link.write_bytes_per_s)} after {format_seconds(link.write_latency_s)}"),
         ("read", f"{format_rate(link.read_bytes_per_s)} after {format_seconds(link.read_latency_s)}"),
+        (f"{format_bytes(cut['nbytes'])} read, copied", _sentence(cut)),
         ("kept in", str(path)),
     ]
     console().print(facts("This machine", rows))
     return 0
+
+
+def _cut(machine: Machine) -> dict[str, Any]:
+    """Return what reading from the spill and copying on what was read takes, by the size of the chunks."""
+    from lowtide.estimate.calibrate import SPILL
+    from lowtide.estimate.overlap import Stage, best_chunks, pipeline_s
+    from lowtide.tiers.store import CHUNK_BYTES
+
+    link = machine.links[SPILL]
+    stages = (
+        Stage(latency_s=link.read_latency_s, bytes_per_s=link.read_bytes_per_s),
+        Stage(latency_s=0.0, bytes_per_s=machine.copy_bytes_per_s),
+    )
+    best = best_chunks(_CUT_BYTES, stages)
+    return {
+        "nbytes": _CUT_BYTES,
+        "whole_s": pipeline_s(_CUT_BYTES, stages, chunks=1),
+        "tier_chunk_bytes": CHUNK_BYTES,
+        "tier_s": pipeline_s(_CUT_BYTES, stages, chunks=_CUT_BYTES // CHUNK_BYTES),
+        "best_chunk_bytes": _CUT_BYTES // best,
+        "best_s": pipeline_s(_CUT_BYTES, stages, chunks=best),
+    }
+
+
+def _sentence(cut: dict[str, Any]) -> str:
+    tier, best = (
+        f"{format_seconds(cut[f'{one}_s'])} in {format_bytes(cut[f'{one}_chunk_bytes'])}" for one in ("tier", "best")
+    )
+    return f"{format_seconds(cut['whole_s'])} one after the other, {tier} chunks, at best {best}"

@@ -7,7 +7,19 @@ trace = retime(trace, machine("v100"))
 from __future__ import annotations
 
 from lowtide.estimate.allocators import reserved_peak, stream_of
+from lowtide.estimate.overlap import Stage, best_chunks, pipeline_s
 from lowtide.estimate.predict import Shares, fit_shares, retime
 from lowtide.estimate.presets import PRESETS, machine
 
-__all__ = ["PRESETS", "Shares", "fit_shares", "machine", "reserved_peak", "retime", "stream_of"]
+__all__ = [
+    "PRESETS",
+    "Shares",
+    "Stage",
+    "best_chunks",
+    "fit_shares",
+    "machine",
+    "pipeline_s",
+    "reserved_peak",
+    "retime",
+    "stream_of",
+]
