@@ -92,10 +92,10 @@ def test_a_full_disk_under_the_codec_keeps_the_data_in_memory(tmp_path: Path) ->
 def test_a_bit_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
     disk = Faulty(FileMedium([tmp_path]), script=[])
     mine, spill = training(), Encoded(disk)
-    with lowtide.fit(mine.model, mine.optimizer, budget="64MiB", spill=spill, policy="swap_all", verify=True) as tide:
-        disk.script = (Fault(direction=Direction.READ, nth=1, kind=FaultKind.FLIP, lasting=True),)
-        with pytest.raises(SpillCorrupted):
-            mine.steps(3, tide.step)
+    tide = lowtide.fit(mine.model, mine.optimizer, budget="64MiB", spill=spill, policy="swap_all", verify=True)
+    disk.script = (Fault(direction=Direction.READ, nth=1, kind=FaultKind.FLIP, lasting=True),)
+    with pytest.raises(SpillCorrupted), tide:
+        mine.steps(3, tide.step)
     assert disk.fired
 
 
