@@ -94,7 +94,7 @@ def test_a_budget_holds_that_finished_gradients_alone_would_break(
     result, moved_bytes = run()
     assert result == wide().steps(5).result()
     assert moved_bytes > 0
-    monkeypatch.setattr(CpuBackend, "frees_gradient", None)
+    monkeypatch.setattr(CpuBackend, "gradients", None)
     with pytest.raises(lowtide.BudgetTooSmall):
         run()
 

@@ -280,7 +280,7 @@ class Scripted(AskedByAllocator):
     """A backend in which the test decides what is where; it keeps every tensor, so nothing is ever wrong."""
 
     device = torch.device("cpu")
-    frees_gradient = None
+    gradients = None
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}

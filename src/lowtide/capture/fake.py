@@ -55,6 +55,7 @@ def capture_fake(
             watch = Watch(ledger)
             for _, tensor in _tensors_of(training):
                 ledger.serial_of(tensor)
+            ledger.gradients.know(tensor for kind, tensor in _tensors_of(training) if kind is Kind.PARAM)
             with watch, saved_tensors_hooks(ledger.pack, ledger.unpack), watch.scopes(training.model):
                 for _ in range(steps - 1):
                     training.step()
@@ -64,12 +65,13 @@ def capture_fake(
                 watch.follow_backward()
                 ledger.recording = False
             trace = _build(ledger, training)
-            ledger.gradients.close()
     except DataDependentOutputException as error:
         raise BadArgument(
             f"the step looks at a tensor's values ({error}), which a capture without executing does not have: "
             "capture it by running it"
         ) from error
+    finally:
+        ledger.gradients.close()
     ops = tuple(replace(op, flops=flops) for op, flops in zip(trace.ops, watch.flops, strict=True))
     return with_durations(
         replace(trace, ops=ops), lambda index, op: operator_s(op.flops, watch.moved_bytes[index], machine, shares)

@@ -64,7 +64,7 @@ class Ledger:
         self.recording = False
         self.paused = False
         self.static_bytes = 0
-        self.gradients = Gradients(self, fake=True)
+        self.gradients = Gradients(self, least_bytes=least_bytes, fake=True)
         self.gradient_serials: set[int] = set()
         self._least_bytes = least_bytes
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -167,7 +167,7 @@ class Ledger:
         """Take a tensor that autograd saves, as the runtime would."""
         storage = storage_of(tensor)
         if is_parameter(tensor):
-            self.gradients.know(tensor)
+            self.gradients.know([tensor])
         if storage is None or is_parameter(tensor) or storage.nbytes() < self._least_bytes:
             return KeptTensor(tensor)
         begin = len(self.entries)
@@ -198,13 +198,15 @@ class Ledger:
         self.gradient_serials.add(self.serial_of(tensor))
         return True
 
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Make a tensor the gradient of a parameter."""
+        parameter.grad = gradient
+
     def hasten(self, handles: Sequence[Saved]) -> None:
         """Nothing is ever away."""
 
     def unpack(self, saved: KeptTensor | Saved) -> torch.Tensor:
         """Give back a tensor that autograd saved."""
-        if self.gradients.offers:
-            self.gradients.take_offered()
         if isinstance(saved, KeptTensor):
             return saved.get()
         self.log(Event.UNPACK, saved.record.number)

@@ -46,7 +46,7 @@ class AcceleratorBackend(Remaking):
     `host_bytes` bounds the pinned memory below it; what does not fit there goes on to `medium`.
     """
 
-    frees_gradient = None  # backward's last callback runs on another thread than the hooks
+    gradients = None  # backward's last callback runs on another thread than the hooks
 
     def __init__(self, medium: Medium, *, device: torch.device, host_bytes: int, verify: bool = False) -> None:
         check_free(device)

@@ -43,7 +43,7 @@ class AdvisoryBackend(AskedByAllocator):
     """
 
     exact_budget = False
-    frees_gradient = None  # it sees gradients as it sees parameters: what is alive
+    gradients = None  # it sees gradients as it sees parameters: what is alive
     device = torch.device("cpu")
     refusals = 0
 

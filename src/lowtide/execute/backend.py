@@ -58,6 +58,18 @@ class Log:
     needs: tuple[int, ...] = ()
 
 
+class GradientMemory(Protocol):
+    """What a backend offers on which gradients may leave."""
+
+    def is_sole(self, gradient: torch.Tensor) -> bool:
+        """Tell whether nobody else holds a gradient's storage."""
+        ...
+
+    def put_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Make a tensor the gradient of a parameter, whatever became of the parameter's own data."""
+        ...
+
+
 class Backend(Protocol):
     """Fast memory with a budget, and the way to the tier below it. Calls that may wait say so."""
 
@@ -70,11 +82,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def frees_gradient(self) -> Callable[[torch.Tensor], bool] | None:
-        """Tells whether a finished gradient may leave while backward runs: nobody else holds its storage.
-
-        None: gradients stay.
-        """
+    def gradients(self) -> GradientMemory | None:
+        """What lets finished gradients leave while backward runs, where that is possible."""
         ...
 
     @property

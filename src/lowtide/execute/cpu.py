@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
-from lowtide.execute.backend import AskedByAllocator, Log, Packed, Usage
+from lowtide.execute.backend import AskedByAllocator, GradientMemory, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.execute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.native import load
@@ -149,8 +149,15 @@ class CpuBackend(AskedByAllocator):
     def storage_bytes(self, tensor: torch.Tensor) -> int:
         return self._native.storage_bytes(tensor._cdata)
 
-    def frees_gradient(self, tensor: torch.Tensor) -> bool:
-        return self._native.storage_holders(tensor._cdata) == 1
+    @property
+    def gradients(self) -> GradientMemory | None:
+        return self
+
+    def is_sole(self, gradient: torch.Tensor) -> bool:
+        return self._native.storage_holders(gradient._cdata) == 1
+
+    def put_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._native.put_gradient(parameter._cdata, gradient._cdata)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         self._warn()

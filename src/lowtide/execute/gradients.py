@@ -10,22 +10,27 @@ of the program, an optimizer that steps inside backward, whoever catches an erro
 property that stands on `torch.nn.Parameter` only while something is taken. C++ code would find no gradient; what reads
 gradients from C++ during backward is `torch.distributed`'s reducer, so nothing is taken where that may run. A gradient
 that somebody holds already (a view of a flat buffer, one kept from an earlier step) is not taken either.
+
+Note [Taking]: a gradient is taken by a hook of its parameter, which runs while AccumulateGrad holds its mutex: nobody
+adds to it at that moment. It is noted as taken and watched before `.grad` is emptied, so an interruption anywhere in
+between finds it twice and not nowhere; and it is held until `.grad` is empty, because what `.grad` points to while it
+is being emptied must not be half freed for another thread that looks. If hooks run on a second thread, nothing is taken
+from then on.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.errors import SpillError
-
 _GRAD: Any = torch.nn.Parameter.grad  # as PyTorch has it, below the property
-
 
 H = TypeVar("H")
 
@@ -45,104 +50,135 @@ class Saves(Protocol[H]):
     def hasten(self, handles: Sequence[H]) -> None:
         """Start to bring back what is away, as far as there is room, unless a plan does."""
 
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Make a tensor the gradient of a parameter, whatever became of the parameter's own data."""
+
 
 class Gradients(Generic[H]):
     """Takes the gradients of the parameters it knows, from their accumulation to the end of backward.
 
-    `fake`: they are tensors without data, which nobody looks at.
+    Those of fewer than `least_bytes` never. `fake`: they are tensors without data, which nobody looks at.
     """
 
-    def __init__(self, saves: Saves[H], *, fake: bool = False) -> None:
+    def __init__(self, saves: Saves[H], *, least_bytes: int, fake: bool = False) -> None:
         self._saves = saves
+        self._least_bytes = least_bytes
         self._fake = fake
-        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], RemovableHandle]] = {}
-        self._offered: list[torch.nn.Parameter] = []
+        self._hook = self._accumulated  # one object, by which it is found again
+        self._hooks: list[RemovableHandle] = []
+        self._most_hooks = 1024
         self._taken: dict[int, tuple[torch.nn.Parameter, H]] = {}
-        self._backward = -1  # the run of backward that gives back at its end
+        self._runs: dict[int, list[torch.nn.Parameter]] = {}
+        self._thread: int | None = None
+        self._stopped = False
 
-    def know(self, tensor: torch.Tensor) -> None:
-        """Follow the gradients of a parameter that autograd saves, or a view of which it does."""
-        parameter = tensor if tensor._base is None else tensor._base
-        known = self._hooks.get(id(parameter))
-        if known is not None and known[0]() is parameter:
-            return
-        plain = isinstance(parameter, torch.nn.Parameter) if self._fake else type(parameter) is torch.nn.Parameter
-        if plain and not torch.compiler.is_compiling():
-            handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]  # torch's
-            self._hooks[id(parameter)] = (weakref.ref(parameter), handle)
-
-    def take_offered(self) -> None:
-        """Take the gradients that are finished; not from their own hook, because others may run after it."""
-        offered, self._offered = self._offered, []
-        for parameter in offered:
-            if id(parameter) not in self._taken and self._is_ours_alone(parameter):
-                handle = self._saves.save(_GRAD.__get__(parameter))
-                self._taken[id(parameter)] = (parameter, handle)
-                _GRAD.__set__(parameter, None)
-        if self._taken:
-            _watch(self)
-
-    @property
-    def offers(self) -> bool:
-        """Whether gradients wait to be taken."""
-        return bool(self._offered)
+    def know(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Follow the gradients of parameters, or of those that these tensors are views of."""
+        for tensor in parameters:
+            parameter = tensor if tensor._base is None else tensor._base
+            if self._may_leave(parameter) and not self._knows(parameter):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))  # type: ignore[no-untyped-call]  # torch's
+        if len(self._hooks) > self._most_hooks:
+            self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
+            self._most_hooks = 2 * len(self._hooks) + 1024
 
     def give_back(self) -> None:
         """Put every gradient back where it belongs."""
-        self._offered.clear()
-        if self._taken:
-            self._saves.hasten([handle for _, handle in self._taken.values()])
-        for parameter, _ in list(self._taken.values()):
-            self.give_back_one(parameter)
+        self._runs.clear()
+        self._give_back([parameter for parameter, _ in list(self._taken.values())])
 
     def give_back_one(self, parameter: torch.Tensor) -> None:
         """Put a parameter's gradient back if it was taken. It stays taken if that fails."""
-        taken = self._taken.get(id(parameter))
-        if taken is None:
-            return
-        gradient = self._saves.unpack(taken[1])
-        later = _GRAD.__get__(parameter)
-        if later is not None:  # backward ran inside backward, and added to it: as AccumulateGrad would have
-            with torch.no_grad():
-                gradient += later
-        _GRAD.__set__(parameter, gradient)
-        self.forget_one(parameter)
+        with _lock:
+            taken = self._taken.get(id(parameter))
+            if taken is None:
+                return
+            gradient = self._saves.unpack(taken[1])
+            later = _GRAD.__get__(parameter)
+            if later is not None and later.data_ptr() != gradient.data_ptr():
+                gradient = _sum(gradient, later)
+            self._saves.put(parameter, gradient)
+            self.forget_one(parameter)
 
     def forget_one(self, parameter: torch.Tensor) -> None:
-        """Let go of a taken gradient: the program has put another in its place."""
-        self._taken.pop(id(parameter), None)
-        if not self._taken:
-            _unwatch(self)
+        """Let go of a taken gradient: it is back, or the program has put another in its place."""
+        with _lock:
+            self._taken.pop(id(parameter), None)
+            if not self._taken:
+                _unwatch(self)
 
-    def close(self) -> list[SpillError]:
-        """Give everything back and follow nobody any more; return what could not be read: those gradients are lost."""
-        for _, hook in self._hooks.values():
+    def close(self) -> list[Exception]:
+        """Give everything back and follow nobody any more; return why some could not be: those gradients are lost."""
+        self._stopped = True
+        for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._offered.clear()
-        lost: list[SpillError] = []
+        self._runs.clear()
+        lost: list[Exception] = []
         for parameter, _ in list(self._taken.values()):
             try:
                 self.give_back_one(parameter)
-            except SpillError as error:
+            except Exception as error:  # noqa: BLE001  # the others are to come back in any case
                 lost.append(error)
+            finally:
                 self.forget_one(parameter)
         return lost
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        if id(parameter) in self._taken:
-            self.give_back_one(parameter)
-        if not isinstance(parameter, torch.nn.Parameter) or _reducers_may_run():
-            return
-        backward = torch._C._current_graph_task_id()
-        if backward < 0:
-            return
-        if backward != self._backward:
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self.give_back)
-        self._offered.append(parameter)
+    @property
+    def any_taken(self) -> bool:
+        """Whether a gradient is not where it belongs."""
+        return bool(self._taken)
 
-    def _is_ours_alone(self, parameter: torch.nn.Parameter) -> bool:
+    def _may_leave(self, parameter: torch.Tensor) -> bool:
+        if self._stopped or torch.compiler.is_compiling() or not parameter.requires_grad or not parameter.is_leaf:
+            return False
+        plain = isinstance(parameter, torch.nn.Parameter) if self._fake else type(parameter) is torch.nn.Parameter
+        return plain and parameter.numel() * parameter.itemsize >= self._least_bytes
+
+    def _knows(self, parameter: torch.Tensor) -> bool:
+        hooks = parameter._post_accumulate_grad_hooks
+        return bool(hooks) and any(hook is self._hook for hook in hooks.values())
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """Take a gradient that is finished; see Note [Taking]."""
+        with _lock:
+            self.give_back_one(parameter)  # of an earlier backward, or of one around this
+            if self._is_second_thread():
+                self.give_back()
+                return
+            run = torch._C._current_graph_task_id()
+            if run < 0 or self._stopped or _reducers_may_run() or not self._is_ours_alone(parameter):
+                return
+            if run not in self._runs:
+                self._runs[run] = []
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, run))
+            assert isinstance(parameter, torch.nn.Parameter)
+            self._runs[run].append(parameter)
+            gradient = _GRAD.__get__(parameter)
+            self._taken[id(parameter)] = (parameter, self._saves.save(gradient))
+            _watch(self)
+            _GRAD.__set__(parameter, None)
+            del gradient
+
+    def _is_second_thread(self) -> bool:
+        thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif self._thread != thread:
+            self._stopped = True  # for good: two runs of backward may add to one gradient at once
+        return self._stopped
+
+    def _ended(self, run: int) -> None:
+        self._give_back(self._runs.pop(run, []))
+
+    def _give_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        handles = [taken[1] for parameter in parameters if (taken := self._taken.get(id(parameter))) is not None]
+        if handles:
+            self._saves.hasten(handles)
+        for parameter in parameters:
+            self.give_back_one(parameter)
+
+    def _is_ours_alone(self, parameter: torch.Tensor) -> bool:
         gradient = _GRAD.__get__(parameter)
         if gradient is None or gradient.requires_grad or not self._saves.takes(gradient):
             return False
@@ -152,10 +188,21 @@ class Gradients(Generic[H]):
         return plain and _holders(gradient) == _holders_of_one_that_nobody_has()
 
 
+def _sum(gradient: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+    """Add what a backward inside of backward has accumulated meanwhile, as AccumulateGrad would have."""
+    if later.requires_grad:
+        with torch.enable_grad():
+            return gradient + later
+    with torch.no_grad():
+        gradient += later
+    return gradient
+
+
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     return sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]  # torch's, without a stub
 
 
+@cache
 def _holders_of_one_that_nobody_has() -> tuple[int, int]:
     """Return what `_holders` says of a gradient which only its parameter and one caller have: PyTorch's own count."""
     parameter = torch.nn.Parameter(torch.empty(0))
@@ -170,14 +217,18 @@ def _reducers_may_run() -> bool:
 
 # ---- Note [Nobody sees it gone] ----
 
+_lock = threading.RLock()
 _watching: list[Gradients[Any]] = []
+_before: list[object] = []  # what another library had put there
 
 
 def _watch(gradients: Gradients[Any]) -> None:
     if gradients in _watching:
         return
+    if not _watching:
+        _before[:] = [torch.nn.Parameter.__dict__["grad"]] if "grad" in torch.nn.Parameter.__dict__ else []
+        torch.nn.Parameter.grad = property(_get, _set, _delete)  # type: ignore[assignment]
     _watching.append(gradients)
-    torch.nn.Parameter.grad = property(_get, _set, _delete)  # type: ignore[assignment]
 
 
 def _unwatch(gradients: Gradients[Any]) -> None:
@@ -185,7 +236,10 @@ def _unwatch(gradients: Gradients[Any]) -> None:
         return
     _watching.remove(gradients)
     if not _watching:
-        del torch.nn.Parameter.grad
+        if _before:
+            torch.nn.Parameter.grad = _before.pop()  # type: ignore[assignment]
+        else:
+            del torch.nn.Parameter.grad
 
 
 def _get(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -196,12 +250,14 @@ def _get(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _set(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    _GRAD.__set__(parameter, gradient)
-    for gradients in _watching.copy():
-        gradients.forget_one(parameter)
+    with _lock:
+        _GRAD.__set__(parameter, gradient)
+        for gradients in _watching.copy():
+            gradients.forget_one(parameter)
 
 
 def _delete(parameter: torch.Tensor) -> None:
-    _GRAD.__delete__(parameter)
-    for gradients in _watching.copy():
-        gradients.forget_one(parameter)
+    with _lock:
+        _GRAD.__delete__(parameter)
+        for gradients in _watching.copy():
+            gradients.forget_one(parameter)

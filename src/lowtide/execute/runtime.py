@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,7 +44,7 @@ class Runtime(Driver):
         self._next_key = 0
         if remakes and backend.remakes is not None:
             self.remaker = Remaker(backend.remakes, self, least_bytes=least_bytes)
-        self.gradients = Gradients(self) if backend.frees_gradient is not None else None
+        self.gradients = None if backend.gradients is None else Gradients(self, least_bytes=least_bytes)
         self._remakes = False
         self._hooked = False
         self._closed = False
@@ -89,8 +89,11 @@ class Runtime(Driver):
         Gradients come back in any case: they are the program's to look at.
         """
         self.machine.discards = False
-        for error in self.gradients.close() if self.gradients is not None else ():
-            warnings.warn(f"lowtide: a gradient is lost: {error}", RuntimeWarning, stacklevel=3)
+        if self.gradients is not None:
+            if self.gradients.any_taken and self.backend.remakes is not None:
+                self.backend.remakes.lift()  # there may be no room for all of them
+            for error in self.gradients.close():
+                warnings.warn(f"lowtide: a gradient is lost: {error}", RuntimeWarning, stacklevel=3)
         if self.remaker is None:
             return
         self.remaker.unwatch()
@@ -154,7 +157,7 @@ class Runtime(Driver):
             return KeptTensor(tensor)
         if is_parameter(tensor):
             if self.gradients is not None:
-                self.gradients.know(tensor)
+                self.gradients.know([tensor])
             return KeptTensor(tensor)
         nbytes = self.backend.storage_bytes(tensor)
         if nbytes < 0:
@@ -165,10 +168,15 @@ class Runtime(Driver):
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tell whether a gradient is of a kind and size to be saved, and nobody else's."""
-        frees = self.backend.frees_gradient
-        if frees is None or not self._hooked or unmanaged_reason(tensor, self.backend.device) is not None:
+        memory = self.backend.gradients
+        if memory is None or not self._hooked or unmanaged_reason(tensor, self.backend.device) is not None:
             return False
-        return self.backend.storage_bytes(tensor) >= self._least_bytes and frees(tensor)
+        return self.backend.storage_bytes(tensor) >= self._least_bytes and memory.is_sole(tensor)
+
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Make a tensor the gradient of a parameter."""
+        assert self.backend.gradients is not None
+        self.backend.gradients.put_gradient(parameter, gradient)
 
     def save(self, tensor: torch.Tensor) -> SavedTensor:
         """Save a gradient: it cannot be made again."""
@@ -183,6 +191,16 @@ class Runtime(Driver):
             self._settle()
             keys = [handle.key for handle in handles if self.machine.record_of(handle.key) == handle.record]
             self._run(self.machine.on(e.Due(tuple(keys))))
+
+    def know(self, owners: Iterable[torch.nn.Module | torch.optim.Optimizer]) -> None:
+        """Learn of parameters whose gradients may leave; others are learnt of when autograd saves them."""
+        if self.gradients is None:
+            return
+        for owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                self.gradients.know(owner.parameters())
+            else:
+                self.gradients.know(parameter for group in owner.param_groups for parameter in group["params"])
 
     def give_back_gradients(self) -> None:
         """Put back the gradients that backward has not: it raised."""
@@ -222,8 +240,6 @@ class Runtime(Driver):
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Give back a tensor that autograd saved."""
-        if self.gradients is not None and self.gradients.offers:
-            self.gradients.take_offered()
         if isinstance(handle, KeptTensor):
             return handle.get()
         backend, record = self.backend, handle.record

@@ -78,6 +78,7 @@ class Tide:
             self._backend, self._policy, least_bytes=least_bytes, strict=strict, remakes=recompute and not moves_nothing
         )
         self._recorder = Recorder(self._backend, models, optimizers)
+        self._runtime.know([*models, *optimizers])
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
         self._revisions = 0
@@ -139,8 +140,9 @@ class Tide:
             raise self._backend.too_small() from error
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an optimizer: its tensors get their kinds in traces."""
+        """Learn of an optimizer: its tensors get their kinds in traces, its parameters' gradients may leave."""
         self._recorder.know(optimizer)
+        self._runtime.know([optimizer])
 
     def begin_step(self) -> None:
         """Start a step without managing hooks: `step()` and the script runner do that."""
@@ -160,9 +162,14 @@ class Tide:
     def end_step(self) -> None:
         """End a step that went well: learn from it and plan the next."""
         self._inside = False
-        with self.turning_refusals_into_errors():
-            self._runtime.end_step()
-        self._backend.rest()
+        try:
+            with self.turning_refusals_into_errors():
+                self._runtime.end_step()
+        except BaseException:
+            self._recorder.cancel()
+            raise
+        finally:
+            self._backend.rest()
         self._step_s.append(time.perf_counter() - self._started)
         self._step_stall_s = self._backend.usage().stall_s - self._stall_before
         if self._runtime.failure is not None:

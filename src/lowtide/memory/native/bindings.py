@@ -136,6 +136,7 @@ class Native:
         self.record_is_shared = quick("lt_record_is_shared", integer, i64)
         self.is_shared = quick("lt_is_shared", integer, pointer)
         self.storage_holders = quick("lt_storage_holders", i64, pointer)
+        self.put_gradient = quick("lt_put_gradient", None, pointer, pointer)
         self.alias = quick("lt_alias", integer, pointer, pointer)
         self.serial_of_tensor = quick("lt_serial_of_tensor", i64, pointer)
         self._record_prefetch = quick("lt_record_read", integer, i64, integer)

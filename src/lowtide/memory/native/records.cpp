@@ -1,6 +1,8 @@
 // Packs and records as Python sees them: what autograd saved, and where its bytes are.
 #include "mover.h"
 
+#include <ATen/core/Tensor.h>
+
 using namespace lowtide;
 
 extern "C" {
@@ -32,6 +34,13 @@ int lt_is_shared(c10::TensorImpl* tensor) {
 // How many hold a tensor's storage: tensors, views of it, Python objects and records.
 int64_t lt_storage_holders(c10::TensorImpl* tensor) {
   return tensor->has_storage() ? int64_t(tensor->storage().use_count()) : 0;
+}
+
+// Make `gradient` the gradient of `parameter`. Unlike Python's setter this asks for no likeness: the parameter's own data
+// may have been exchanged meanwhile.
+void lt_put_gradient(c10::TensorImpl* parameter, c10::TensorImpl* gradient) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  parameter->mutable_grad() = at::Tensor(Pointer::reclaim_copy(gradient));
 }
 
 // Make `alias` (empty, of the same dtype) the same memory as `tensor`, with its version but without its graph.
