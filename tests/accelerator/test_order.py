@@ -286,7 +286,7 @@ SCENES: dict[str, tuple[Scene, ...]] = {
     "free_after_copy": (copied_out_while_computing, dropped_before_it_arrived, discarded_before_it_arrived),
     "copy_back_after_compute": (back_into_a_busy_block,),
     "copy_back_after_copy_out": (back_before_it_is_out,),
-    "use_after_copy_back": (back_into_a_busy_block, back_before_it_is_out, made_again_for_another_stream),
+    "use_after_copy_back": (back_into_a_busy_block, back_before_it_is_out),
     "rerun_after_compute": (run_again_while_another_stream_computes,),
     "share_with_stream": (
         used_on_another_stream,

@@ -95,7 +95,9 @@ def test_verification_changes_nothing(name: str, tmp_path: Path) -> None:
     assert_pressed_run_is_exact(name, pressed(name, share=0.6, spill=tmp_path, verify=True))
 
 
-@pytest.mark.parametrize("name", ["cnn", "transformer", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("transformer", "lstm"))]
+)
 def test_training_with_two_compute_threads_is_exact(name: str, tmp_path: Path) -> None:
     budget_bytes = need(name).budget_bytes(0.6)
     torch.set_num_threads(2)
