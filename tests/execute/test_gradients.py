@@ -21,7 +21,7 @@ from lowtide.execute import gradients as gradients_module
 from lowtide.execute.cpu import CpuBackend
 from lowtide.execute.residency import Residence
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium
-from tests.execute.training import NO_PRESSURE_BYTES, OnDemand, Training, digest, need
+from tests.execute.training import NO_PRESSURE_BYTES, OnDemand, Training, digest, need, records
 
 Step = Callable[[], AbstractContextManager[Any]]
 Sees = list[tuple[str, str]]
@@ -63,6 +63,8 @@ def _nothing_is_left_behind() -> Any:
     while _hooks:
         _hooks.pop().remove()
     assert nn.Parameter.grad is _STOCK_GRAD
+    torch.ones((), requires_grad=True).backward()  # PyTorch keeps the graph of a backward that raised until the next
+    assert records() == 0
 
 
 def swapping(training: Training, spill: Path, **options: Any) -> lowtide.Tide:
