@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,8 +88,8 @@ def _kept_recordings() -> list[Recorded]:
     kept: list[Recorded] = []
     stop = Recorder.stop
 
-    def keep(recorder: Recorder) -> Recorded | None:
-        recorded = stop(recorder)
+    def keep(recorder: Recorder, *, gradients: Iterable[int] = ()) -> Recorded | None:
+        recorded = stop(recorder, gradients=gradients)
         if recorded is not None:
             kept.append(recorded)
         return recorded
