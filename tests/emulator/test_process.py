@@ -96,7 +96,7 @@ print(sum(x.to('sim', non_blocking=True).sum().item() for x in batches))
     assert text == "496.0"
 
 
-@pytest.mark.parametrize("last", ["loss.backward()", "x.sum().item()"])
+@pytest.mark.parametrize("last", [pytest.param("loss.backward()", marks=pytest.mark.slow), "x.sum().item()"])
 def test_the_process_ends_cleanly_whatever_came_last(last: str) -> None:
     code = (
         ENABLE

@@ -207,7 +207,9 @@ def test_auto_is_within_a_percent_of_the_best_of_all_policies(
         assert auto.step_s <= best_s * 1.01, f"{name} takes {best_s} s"
 
 
-@pytest.mark.parametrize("bandwidth", [3e9, 3e10], ids=("bound by the link", "hidden"))
+@pytest.mark.parametrize(
+    "bandwidth", [pytest.param(3e9, id="bound by the link", marks=pytest.mark.slow), pytest.param(3e10, id="hidden")]
+)
 def test_auto_plans_a_hundred_thousand_operators_in_thirty_seconds_of_a_core(bandwidth: float) -> None:
     trace = chain_trace(50_000, duration_s=5e-5)
     link = Link(write_bytes_per_s=bandwidth, read_bytes_per_s=bandwidth)
