@@ -127,9 +127,11 @@ def test_the_gaps_are_the_same(name: str) -> None:
 @every_model
 def test_the_peak_is_the_executed_one_but_for_scratch_inside_operators(name: str) -> None:
     real, fake = executed(name), faked(name)
-    # Scratch is a larger part of these tiny models than of real ones: 2.7% of U-Net's peak and 8.2% of its floor.
+    # Scratch is a larger part of these tiny models than of real ones: 2.7% of U-Net's peak, and 8.2% of its floor, most
+    # of which is gradients that may leave.
+    least = 0.91 if name == "unet" else 0.95
     assert 0.97 * real.peak_bytes <= fake.peak_bytes <= real.peak_bytes
-    assert 0.91 * real.floor_bytes() <= fake.floor_bytes() <= real.floor_bytes()
+    assert least * real.floor_bytes() <= fake.floor_bytes() <= real.floor_bytes()
     # The native allocator counts small blocks with their headers and larger ones in pages.
     assert fake.static_bytes == pytest.approx(real.static_bytes, rel=0.01)
     assert fake.static_bytes <= real.static_bytes

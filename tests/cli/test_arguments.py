@@ -87,6 +87,20 @@ def test_run_refuses_a_file_as_spill_directory(capsys: pytest.CaptureFixture[str
     assert "is not a directory" in refused(capsys, "run", GOOD, "--spill", script, script)
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("tape:///x", "unknown tier 'tape'"),
+        ("file+zip:///tmp", "unknown codec 'zip'"),
+        ("file+fp16:///tmp", "codec 'fp16' is lossy"),
+    ],
+)
+def test_run_refuses_a_tier_or_codec_in_one_line(
+    url: str, words: str, capsys: pytest.CaptureFixture[str], script: str
+) -> None:
+    assert words in refused(capsys, "run", GOOD, "--spill", url, script)
+
+
 def test_run_refuses_a_spill_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str], script: str) -> None:
     # /proc refuses new files even to root, to whom permission bits mean nothing.
     line = refused(capsys, "run", GOOD, "--spill", "/proc", script)

@@ -124,5 +124,6 @@ def test_a_codec_before_the_spill_shrinks_what_travels(trace_path: str, capsys: 
     assert half["moved_out_bytes"] == int(str(plain["moved_out_bytes"])) // 2
     assert any("everything through fp16: 50.0% left" in note for note in half["notes"])  # type: ignore[attr-defined]
     assert "unknown codec 'zip'" in refused(capsys, "--budget", "50%", "--codec", "zip", trace_path)
+    assert "name one with --codec" in refused(capsys, "--budget", "50%", "--density", "0.5", trace_path)
     zvc = ("--codec", "zvc", "--density", "3")
     assert "a density of 3.0 is no share" in refused(capsys, "--budget", "50%", *zvc, trace_path)

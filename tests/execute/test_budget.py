@@ -248,13 +248,12 @@ def test_repeated_steps_map_no_fresh_memory_under_pressure(tmp_path: Path) -> No
     grown = []
     with lowtide.fit(training.model, training.optimizer, budget=needed.share(0.5), spill=tmp_path) as tide:
         training.steps(6, tide.step)
-        for _ in range(3):
+        # Which block is trimmed depends on when transfers land, so on what else the machine does: the calmest counts.
+        while len(grown) < 12 and min(grown, default=needed.peak_bytes) > needed.peak_bytes // 8:
             before = tide._backend.usage().fresh_bytes
             training.steps(6, tide.step)
             grown.append(tide._backend.usage().fresh_bytes - before)
-    # Which block is trimmed depends on when transfers land, and so on what else the machine does: the calmest counts.
-    # Six steps that mapped what they take anew would come to six times this.
-    assert min(grown) <= needed.peak_bytes
+    assert min(grown) <= needed.peak_bytes // 8
 
 
 def test_the_peak_of_the_last_step_is_told_beside_that_of_all(tmp_path: Path) -> None:

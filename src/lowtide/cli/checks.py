@@ -45,7 +45,11 @@ def check_script(path: Path) -> Path:
 
 
 def check_spill(locations: Sequence[str]) -> None:
-    """Refuse a spill directory that is missing or cannot be written; other tiers' URLs check themselves later."""
+    """Refuse an unknown tier, and a spill directory that is missing or cannot be written; plug-ins check their own."""
+    from lowtide.tiers.open import check_url
+
+    for location in locations:
+        check_url(location)
     for path in _directories(locations):
         check_directory(path)
         try:

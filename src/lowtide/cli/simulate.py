@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from lowtide.report import Summary
     from lowtide.report.case import Encoding
 
+_DENSITY = 0.5  # about what a ReLU leaves
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option("--budget", required=True, metavar="B", help="Tensor memory: 2GiB, or 60% of what activations add.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @click.option("--codec", metavar="C", help="Put a codec before the spill: zvc or fp16; see 'lowtide codecs'.")
-@click.option(
-    "--density", type=float, default=0.5, show_default=True, metavar="D", help="What a ReLU leaves, for --codec zvc."
-)
+@click.option("--density", type=float, metavar="D", help="What a ReLU leaves, for --codec zvc; 0.5 if not stated.")
 @model_options
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Save the timeline here.")
 @click.option("--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Save a Perfetto/Chrome trace here.")
@@ -38,7 +38,7 @@ def command(
     budget: str,
     machine: str | None,
     codec: str | None,
-    density: float,
+    density: float | None,
     keep_times: bool,
     no_recompute: bool,
     allocator: str | None,
@@ -61,6 +61,8 @@ def command(
       lowtide simulate step.trace --budget 50% --perfetto step.json
       lowtide simulate step.trace --budget 50% --codec zvc --density 0.4
     """
+    if codec is None and density is not None:
+        raise click.UsageError("--density is what a codec finds: name one with --codec as well")
     check_policy(policy)
     check_output(out)
     check_output(perfetto)
@@ -79,7 +81,7 @@ def command(
         keep_times=keep_times or machine is None,
         can_recompute=not no_recompute,
     )
-    encoding = _encoding(codec, density=density) if codec is not None else None
+    encoding = _encoding(codec, density=_DENSITY if density is None else density) if codec is not None else None
     timeline = settle(problem, registry.policy(policy), allocator=allocator, encoding=encoding).timeline
     timeline = replace(timeline, policy=policy)
     if encoding is not None:

@@ -48,10 +48,7 @@ class Encoded(Wrapper):
 
     def __init__(self, medium: Medium, *, codecs: Sequence[Codec] = ZERO_VALUE) -> None:
         for codec in codecs:
-            if not codec.lossless:
-                raise BadArgument(
-                    f"codec '{codec.name}' is lossy, so gradients would be others: a tier takes lossless codecs only"
-                )
+            check_lossless(codec)
         if medium.lossy:
             raise BadArgument(
                 f"tier '{medium.name}' does not keep what it is given, so nothing could be decoded: drop the codec"
@@ -175,6 +172,14 @@ class Encoded(Wrapper):
         if buffer is None:
             buffer = self._buffers.bytes = np.frombuffer(mmap.mmap(-1, FRAME_BYTES), np.uint8)
         return buffer
+
+
+def check_lossless(codec: Codec) -> None:
+    """Refuse a codec that does not give every bit back."""
+    if not codec.lossless:
+        raise BadArgument(
+            f"codec '{codec.name}' is lossy, so gradients would be others: a tier takes lossless codecs only"
+        )
 
 
 def _blocks_bytes(nbytes: int) -> int:

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from lowtide.codecs import codec
 from lowtide.errors import BadArgument
 from lowtide.tiers import failures, filesystem
-from lowtide.tiers.encoded import ZERO_VALUE, Encoded
+from lowtide.tiers.encoded import ZERO_VALUE, Encoded, check_lossless
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.null import NullMedium
@@ -76,7 +76,22 @@ def known_schemes() -> tuple[str, ...]:
     return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))}))
 
 
+def check_url(location: str) -> None:
+    """Refuse a URL of an unknown tier, or with a codec that no tier takes, without opening it; directories pass."""
+    match = _URL.match(location)
+    tier = match[1].lower() if match is not None else "file"
+    while tier not in known_schemes():
+        tier, _, name = tier.rpartition("+")
+        if not tier:
+            raise BadArgument(
+                f"unknown tier '{name}' in {location!r}: known are {', '.join(known_schemes())}; "
+                "write a directory that has a colon in its name with ./ before it"
+            )
+        check_lossless(codec(name))
+
+
 def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
+    check_url(url)
     if scheme == "file":
         return FileMedium([_directory(url)], capacity_bytes=capacity_bytes)
     if scheme == "null":
@@ -87,12 +102,7 @@ def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
         if point.name == scheme:
             return _open_plugin(point, url, capacity_bytes=capacity_bytes)
     tier, _, name = scheme.rpartition("+")
-    if tier:
-        return _open_encoded(f"{tier}:{url.partition(':')[2]}", name, capacity_bytes=capacity_bytes)
-    raise BadArgument(
-        f"unknown tier '{scheme}' in {url!r}: known are {', '.join(known_schemes())}; "
-        "write a directory that has a colon in its name with ./ before it"
-    )
+    return _open_encoded(f"{tier}:{url.partition(':')[2]}", name, capacity_bytes=capacity_bytes)
 
 
 def _open_encoded(url: str, name: str, *, capacity_bytes: int | None) -> Medium:
