@@ -46,7 +46,6 @@ def train(spill: str | None = None) -> tuple[list[float], dict[str, Any]]:
 
 def test_the_chain_to_disk_leaves_zeros_out_and_is_exact(tmp_path: Path) -> None:
     stock, _ = train()
-    plain, as_it_is = train(str(tmp_path))
-    encoded, without_zeros = train(f"file+zvc://{tmp_path}")
-    assert stock == plain == encoded
-    assert 0 < without_zeros["disk_written_bytes"] < 0.75 * as_it_is["disk_written_bytes"]
+    encoded, stats = train(f"file+zvc://{tmp_path}")
+    assert stock == encoded
+    assert 0 < stats["disk_written_bytes"] < 0.75 * stats["before_codec_bytes"]

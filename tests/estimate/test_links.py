@@ -34,7 +34,7 @@ def test_a_disk_is_measured_once_with_a_codec_and_once_without(tmp_path: Path, m
     rates = [links.machine_for(medium).links[SPILL].write_bytes_per_s for medium in (plain, encoded, plain, encoded)]
     assert rates == [1.0, 2.0, 1.0, 2.0]
     assert measured == [plain, encoded]
-    assert encoded.figures() == {"disk_written_bytes": 0, "disk_read_bytes": 0}, "the training's own traffic counts"
+    assert set(encoded.figures().values()) == {0}, "the training's own traffic counts"
     for medium in (plain, encoded):
         medium.close()
 

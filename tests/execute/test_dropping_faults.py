@@ -28,14 +28,9 @@ def stock() -> dict[str, object]:
 
 def trained(medium: Medium, budget_bytes: int, policy: Policy) -> tuple[Training, int, dict[str, object]]:
     """Train inside a budget, each step anew after a disk that failed; return how often it did, and the statistics."""
-    training, failed = Training(), 0
+    training = Training()
     with lowtide.fit(training.model, training.optimizer, budget=budget_bytes, spill=medium, policy=policy) as tide:
-        while training.done < STEPS:
-            try:
-                training.steps(1, tide.step)
-            except lowtide.SpillError:
-                failed += 1
-                training.optimizer.zero_grad()
+        failed = training.steps_despite_the_disk(STEPS, tide.step)
         stats = tide.stats()
     assert records() == 0
     assert int(str(stats["peak_reserved_bytes"])) <= budget_bytes

@@ -78,6 +78,30 @@ def test_two_runs_of_backward_at_once_add_up(tmp_path: Path) -> None:
     expected = run(nullcontext)
     with lowtide.fit(model, budget=NO_PRESSURE_BYTES, spill=tmp_path, policy="swap_all") as tide:
         assert [run(tide.step) for _ in range(8)] == [expected] * 8
+        unmanaged: Any = tide.stats()["unmanaged"]
+        assert unmanaged["gradients of backward on several threads at once"] == 1
+
+
+def test_each_step_may_run_backward_on_a_thread_of_its_own(tmp_path: Path) -> None:
+    def run(training: Training, step: Step) -> dict[str, object]:
+        for _ in range(4):
+            with step():
+                loss = training.loss()
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+                training.gradients.append("".join(digest(p.grad) for p in training.model.parameters()))
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+            training.done += 1
+        return training.result()
+
+    training = heavy()
+    with swapping(training, tmp_path) as tide:
+        got = run(training, tide.step)
+        assert moved_gradient_bytes(tide) > 0
+        assert tide.stats()["unmanaged"] == {}
+    assert got == run(heavy(), nullcontext)
 
 
 def exchange_empty(weight: nn.Parameter) -> Callable[[Tensor], None]:

@@ -16,9 +16,11 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import SpillCorrupted, SpillError
+from lowtide.execute.cpu import CpuBackend
 from lowtide.execute.recipes import repeats, without_statistics, writes_of
 from lowtide.execute.rerun import Rerun
 from lowtide.execute.tide import Tide
@@ -420,6 +422,34 @@ def test_nothing_is_held_longer_than_its_record(tmp_path: Path) -> None:
         with tide.step():
             chained(weights, inputs).backward()
     assert held[0] <= 3, "what backward has passed is let go"
+
+
+def test_only_the_programs_own_calls_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is attached when bytes land comes at a time of its own: numbered, it would shift the calls after it.
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counter.calls += func is not aten.detach.default
+            return func(*args, **(kwargs or {}))
+
+    def step(weights: list[Tensor], inputs: Tensor) -> None:
+        for _ in range(2):
+            chained(weights, inputs).backward()
+
+    torch.manual_seed(1)
+    weights, inputs = [torch.randn(WIDTH, requires_grad=True) for _ in range(12)], torch.randn(1024, WIDTH)
+    step(weights, inputs)
+    with Counter():
+        step(weights, inputs)
+    numbers: list[int] = []
+    original = CpuBackend.mark_call
+    monkeypatch.setattr(CpuBackend, "mark_call", lambda self, number: (numbers.append(number), original(self, number)))
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DropAll(once=True)) as tide:
+        with tide.step():
+            step(weights, inputs)
+        assert int(str(tide.stats()["swapped_in_bytes"])) > 0
+    assert numbers == list(range(Counter.calls))
 
 
 def test_a_mode_that_the_program_leaves_after_the_step_leaves_ours_off(tmp_path: Path) -> None:

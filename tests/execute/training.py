@@ -100,6 +100,17 @@ class Training:
                 self.one()
         return self
 
+    def steps_despite_the_disk(self, count: int, step: Step) -> int:
+        """Train until `count` steps are done, each anew after a disk that failed; return how often it did."""
+        failed = 0
+        while self.done < count:
+            try:
+                self.steps(1, step)
+            except lowtide.SpillError:
+                failed += 1
+                self.optimizer.zero_grad()
+        return failed
+
     def result(self) -> dict[str, object]:
         """Return everything that must be equal."""
         state = [digest(tensor) for tensor in self.model.state_dict().values()]

@@ -198,6 +198,9 @@ class Ledger:
         self.gradient_serials.add(self.serial_of(tensor))
         return True
 
+    def refused(self, what: str) -> None:
+        """Nothing is managed here."""
+
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Make a tensor the gradient of a parameter."""
         parameter.grad = gradient

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import gc
 import os
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.execute.backend import AskedByAllocator, GradientMemory, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
+from lowtide.execute.foreign import Foreign
+from lowtide.execute.modes import aside
 from lowtide.execute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
@@ -39,7 +38,7 @@ class CpuBackend(AskedByAllocator):
         self._extents = Extents(medium.capacity_bytes)
         self._extent_of: dict[int, Extent] = {}
         self._gone: deque[int] = deque()
-        self._foreign: list[tuple[StorageWeakRef, int]] = []
+        self._foreign = Foreign(self._native.is_ours)
         self._last_write_error = ""
         self._unsaid: str | None = None
         self._warned = False
@@ -66,7 +65,8 @@ class CpuBackend(AskedByAllocator):
     def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
         self._native.install()
         self._opened = True
-        self._find_foreign()
+        self._foreign.find()
+        self.refresh_static()
         self._native.reset_peaks()
         self._peaks = (0, 0)
         self._stall_before_s = self._native.counters().stall_s
@@ -81,24 +81,6 @@ class CpuBackend(AskedByAllocator):
         self._native.set_budget(budget_bytes)
         self._native.set_pressure(on_pressure)
 
-    def _find_foreign(self) -> None:
-        """Find the tensors that PyTorch's own allocator made before, as a rule parameters: the budget covers them."""
-        gc.collect()  # what waits to be collected need not count
-        seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor):
-                continue
-            with suppress(RuntimeError, NotImplementedError, AttributeError, ValueError):  # fake, meta, lazy, a wrapper
-                # A gradient has no Python object until somebody looks at it, so its parameter leads to it.
-                for tensor in (thing, thing.grad if thing.is_leaf else None):
-                    if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                        continue
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() and not self._native.is_ours(storage._cdata):
-                        seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]  # torch's
-        self._foreign = list(seen.values())
-        self.refresh_static()
-
     def refresh_static(self) -> None:
         self._warn()
         self.forget_freed()
@@ -107,8 +89,7 @@ class CpuBackend(AskedByAllocator):
         self._native.reset_peaks()
 
     def forget_freed(self) -> None:
-        self._foreign = [entry for entry in self._foreign if not _expired(entry[0])]
-        self._native.set_foreign(sum(nbytes for _, nbytes in self._foreign))
+        self._native.set_foreign(self._foreign.live_bytes())
 
     def usage(self) -> Usage:
         memory, traffic = self._native.counters(), self._native.mover_counters()
@@ -167,7 +148,9 @@ class CpuBackend(AskedByAllocator):
         return self._native.pack_version(pack)
 
     def tensor(self, pack: int, dtype: torch.dtype) -> torch.Tensor | None:
-        with torch.inference_mode(False):  # an inference tensor could not carry the saved one's version
+        # Not seen as a call of the step: how often this is tried depends on when bytes land. An inference tensor could
+        # not carry the saved one's version.
+        with aside(), torch.inference_mode(False):
             made = torch.empty(0, dtype=dtype, device="cpu")
         return made if self._native.pack_attach(pack, made._cdata) == 0 else None
 
@@ -317,7 +300,8 @@ class CpuBackend(AskedByAllocator):
         return result == 0
 
     def flat(self, record: int, dtype: torch.dtype) -> torch.Tensor | None:
-        made = torch.empty(0, dtype=dtype, device="cpu")
+        with aside():
+            made = torch.empty(0, dtype=dtype, device="cpu")
         return made if self._native.record_attach(record, made._cdata) == 0 else None
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
@@ -330,7 +314,8 @@ class CpuBackend(AskedByAllocator):
         self._native.set_budget(0)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        with aside():
+            made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return made if self._native.alias(tensor._cdata, made._cdata) == 0 else None
 
     def mark_call(self, number: int) -> None:
@@ -397,7 +382,3 @@ class CpuBackend(AskedByAllocator):
                     failure = error
         if failure is not None:
             raise failure
-
-
-def _expired(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]  # torch's

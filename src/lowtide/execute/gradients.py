@@ -14,8 +14,8 @@ that somebody holds already (a view of a flat buffer, one kept from an earlier s
 Note [Taking]: a gradient is taken by a hook of its parameter, which runs while AccumulateGrad holds its mutex: nobody
 adds to it at that moment. It is noted as taken and watched before `.grad` is emptied, so an interruption anywhere in
 between finds it twice and not nowhere; and it is held until `.grad` is empty, because what `.grad` points to while it
-is being emptied must not be half freed for another thread that looks. If hooks run on a second thread, nothing is taken
-from then on.
+is being emptied must not be half freed for another thread that looks. Where backward runs on two threads at once, they
+may add to one gradient: nothing is taken from then on.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Saves(Protocol[H]):
     def hasten(self, handles: Sequence[H]) -> None:
         """Start to bring back what is away, as far as there is room, unless a plan does."""
 
+    def refused(self, what: str) -> None:
+        """Take note of what is not managed (R6)."""
+
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Make a tensor the gradient of a parameter, whatever became of the parameter's own data."""
 
@@ -69,7 +72,7 @@ class Gradients(Generic[H]):
         self._most_hooks = 1024
         self._taken: dict[int, tuple[torch.nn.Parameter, H]] = {}
         self._runs: dict[int, list[torch.nn.Parameter]] = {}
-        self._thread: int | None = None
+        self._thread = 0
         self._stopped = False
 
     def know(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -161,11 +164,13 @@ class Gradients(Generic[H]):
             del gradient
 
     def _is_second_thread(self) -> bool:
+        """Tell whether backward runs on several threads at once; then nothing is taken any more, for good."""
         thread = threading.get_ident()
-        if self._thread is None:
+        if not self._runs:
             self._thread = thread
-        elif self._thread != thread:
-            self._stopped = True  # for good: two runs of backward may add to one gradient at once
+        elif self._thread != thread and not self._stopped:
+            self._stopped = True
+            self._saves.refused("gradients of backward on several threads at once")
         return self._stopped
 
     def _ended(self, run: int) -> None:

@@ -6,6 +6,7 @@ such an operator is one call, however often it is tried.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 
 _thread = threading.local()
@@ -35,6 +38,26 @@ class OwnMode(TorchDispatchMode):
             above.append(mode)
         for mode in (self, *reversed(above)):
             mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Be off, on this thread, where it is on; modes that the program has on above stay."""
+        above: list[TorchDispatchMode] = []
+        while _get_current_dispatch_mode() is not self:
+            above.append(_pop_mode())
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is on, on this thread."""
+        return self in _get_current_dispatch_mode_stack()
+
+
+def can_watch() -> bool:
+    """Tell whether every call can be seen: not inside what `torch.compile` made, nor where it would not be let run."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
 
 
 def program_has_modes() -> bool:

@@ -25,18 +25,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
 from lowtide.execute.lending import Lending
-from lowtide.execute.modes import OwnMode, aside, is_aside, program_has_modes
+from lowtide.execute.modes import OwnMode, aside, can_watch, is_aside, program_has_modes
 from lowtide.execute.neighbourhoods import Neighbourhoods
 from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
@@ -55,11 +48,8 @@ from lowtide.execute.recipes import (
 from lowtide.execute.remakes import Remakes
 from lowtide.execute.rerun import Records, rerun
 
-
-def can_watch() -> bool:
-    """Tell whether every call can be seen: not inside what `torch.compile` made, nor where it would not be let run."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    return hasattr(TorchDispatchMode, "ignore_compile_internals") and not counters.get("frames", {}).get("total", 0)
+# Makes nothing, and is not numbered: how often autograd calls it for what a hook gives back is a matter of time.
+DETACH = torch.ops.aten.detach.default
 
 
 class Remaker(OwnMode):
@@ -137,17 +127,11 @@ class Remaker(OwnMode):
             self.unwatch()
 
     def unwatch(self) -> None:
-        """Be off, on the thread on which it is on; modes that the program has on above stay."""
-        if not self._on or self not in _get_current_dispatch_mode_stack():
-            return
-        above: list[TorchDispatchMode] = []
-        while _get_current_dispatch_mode() is not self:
-            above.append(_pop_mode())
-        self._on = False
-        self._lending.off()
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for mode in reversed(above):
-            _push_mode(mode)
+        """Be off, on the thread on which it is on."""
+        if self._on and self.is_on:
+            self._on = False
+            self._lending.off()
+            self.leave()
 
     # ---- records ----
 
@@ -226,7 +210,7 @@ class Remaker(OwnMode):
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # whatever the operator returns
         kwargs = kwargs or {}
-        if not self._active or is_aside():
+        if not self._active or func is DETACH or is_aside():
             return func(*args, **kwargs)
         number = next(self._numbers)
         if self._marks:

@@ -17,7 +17,8 @@ from lowtide.execute.driver import Driver
 from lowtide.execute.feedback import Wait
 from lowtide.execute.gradients import Gradients
 from lowtide.execute.hooks import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
-from lowtide.execute.remaker import Remaker, can_watch
+from lowtide.execute.modes import can_watch
+from lowtide.execute.remaker import Remaker
 from lowtide.execute.residency import Residence
 from lowtide.execute.steps import Matcher
 from lowtide.plan.policy import Policy
@@ -172,6 +173,10 @@ class Runtime(Driver):
         if memory is None or not self._hooked or unmanaged_reason(tensor, self.backend.device) is not None:
             return False
         return self.backend.storage_bytes(tensor) >= self._least_bytes and memory.is_sole(tensor)
+
+    def refused(self, what: str) -> None:
+        """Take note of what is not managed (R6)."""
+        self.unmanaged[what] += 1
 
     def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Make a tensor the gradient of a parameter."""

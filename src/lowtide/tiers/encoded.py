@@ -63,11 +63,16 @@ class Encoded(Wrapper):
         self.reset_figures()
 
     def figures(self) -> dict[str, object]:
-        """Return the bytes that went to the medium and came from it, in whole blocks."""
-        return {"disk_written_bytes": self._written_bytes, "disk_read_bytes": self._read_bytes}
+        """Return the bytes that went to the medium and came from it, in whole blocks, and what was to be written."""
+        return {
+            "disk_written_bytes": self._written_bytes,
+            "disk_read_bytes": self._read_bytes,
+            "before_codec_bytes": self._given_bytes,
+        }
 
     def reset_figures(self) -> None:
         """Count from zero again, after a measurement."""
+        self._given_bytes = 0
         self._written_bytes = 0
         self._read_bytes = 0
 
@@ -115,6 +120,7 @@ class Encoded(Wrapper):
         with self._lock:
             insort(self._starts, start)
             self._frames[start] = frame
+            self._given_bytes += _blocks_bytes(frame.nbytes)
             self._written_bytes += _blocks_bytes(frame.blob_bytes)
 
     def _smallest(self, start: int, values: Bytes) -> _Frame:
