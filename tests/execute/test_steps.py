@@ -8,6 +8,7 @@ from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Kind, Op, Phase, Save, Storage, Trace
 from lowtide.execute.steps import Matcher, StepPlan, Turn, compile_plan
+from lowtide.plan.curve import Curve
 
 
 def plan(*signature: int, **fields: object) -> StepPlan:
@@ -189,6 +190,26 @@ def test_a_prefetch_is_asked_for_at_the_first_event_once_its_operator_may_begin(
 def test_a_prefetch_is_asked_for_before_its_use_in_any_case() -> None:
     # Operators 3 to 6 begin after event 1, and the next event is the use that ends the gap.
     assert compiled(swap(1, 3, 7, 5)).due == {1: (1,)}
+
+
+def test_a_prefetch_takes_no_memory_that_the_plan_leaves_to_operators_before_it() -> None:
+    # Gradients come back together before operator 8; the last event before that is before operator 4.
+    recorded = Recorded(
+        trace=trace(saves=tuple(save(k, packed=k, free=k + 2, uses=(8,)) for k in range(3))),
+        positions=(1, 2, 3, 4, 8, 8, 8),
+        use_events=((4,), (5,), (6,)),
+    )
+
+    def due(limit_bytes: int, *swaps: Swap) -> dict[int, tuple[int, ...]]:
+        plan = Plan(policy="test", budget_bytes=limit_bytes, swaps=swaps)
+        bytes_at = Curve([0, 0, 0, 0, 0, 50, 0, 0, 0])
+        return dict(compile_plan(plan, recorded, range(7), bytes_at=bytes_at).due)
+
+    swaps = (swap(0, 2, 8, 6), swap(1, 3, 8, 6), swap(2, 4, 8, 6))
+    assert due(80, *swaps) == {3: (0, 1, 2)}
+    assert due(70, *swaps) == {3: (0, 1), 4: (2,)}, "the third is asked for when the first is used"
+    assert due(50, *swaps) == {4: (1, 2)}, "the first is used before it could be asked for"
+    assert due(50, swap(0, 2, 8, 4)) == {3: (0,)}, "as planned: nothing comes earlier than that"
 
 
 def test_prefetches_of_one_event_are_asked_for_in_the_plans_order() -> None:

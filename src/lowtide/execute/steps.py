@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Trace
+from lowtide.plan.curve import Curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +108,57 @@ class _Going:
             self.events.setdefault(event, []).append(key)
 
 
-def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> StepPlan:
+class _Requests:
+    """At which event each read is asked for: the first once its operator may begin, so that memory is there.
+
+    Where the program has no event between that operator and the use, it is the last event before, if the plan leaves
+    room for that from there on; else operators would throw out again what came too early, and the read is asked for
+    with the first of those that are used at the same time.
+    """
+
+    def __init__(self, plan: Plan, recorded: Recorded, bytes_at: Curve | None) -> None:
+        self.due: dict[int, list[int]] = {}
+        self._recorded = recorded
+        self._budget_bytes = plan.budget_bytes
+        self._bytes_at = bytes_at
+
+    def add(self, swap: Swap, key: int, end_op: int) -> None:
+        """Ask for a read whose storage, or key, is used at `end_op`."""
+        positions = self._recorded.positions
+        event = bisect_left(positions, swap.fetch_op)
+        if event == len(positions) or positions[event] >= end_op:
+            before = bisect_right(positions, swap.fetch_op) - 1
+            if self._fits(swap, positions[before]):
+                event = before
+            elif event == len(positions) or event in self._recorded.use_events[key]:
+                return
+        self.due.setdefault(event, []).append(key)
+
+    def _fits(self, swap: Swap, early_op: int) -> bool:
+        """Tell whether a read may begin earlier than planned, and count with it if so."""
+        if self._bytes_at is None or early_op >= swap.fetch_op:
+            return True
+        nbytes = self._recorded.trace.storages[swap.gap.storage].nbytes
+        limit_bytes = self._budget_bytes - nbytes
+        if self._bytes_at.earliest(early_op, swap.fetch_op, limit_bytes=limit_bytes) > early_op:
+            return False
+        self._bytes_at.add(early_op, swap.fetch_op, nbytes)
+        return True
+
+
+def compile_plan(
+    plan: Plan, recorded: Recorded, signature: Sequence[int], *, bytes_at: Curve | None = None
+) -> StepPlan:
     """Return a plan over operators as one over the events of the step that was recorded.
 
-    Barriers fall on the first event once the write or read they wait for can have been asked for. What would be made by
-    operators that were not seen as calls is swapped instead.
+    `bytes_at` are the bytes that the plan has in memory at every operator: see `_Requests`. Barriers fall on the first
+    event once the write or read they wait for can have been asked for. What would be made by operators that were not
+    seen as calls is swapped instead.
     """
     positions = recorded.positions
     ends = _Ends(recorded.trace, positions)
     swapped, dropped = _Going(), _Going()
-    due: dict[int, list[int]] = {}
+    requests = _Requests(plan, recorded, bytes_at)
     awaited: dict[int, list[int]] = {}
     for swap in sorted(plan.swaps, key=lambda swap: (swap.gap.after_op, swap.gap)):
         key, _, event = ends.of(swap.gap)
@@ -124,7 +166,7 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
     for swap in sorted(plan.swaps, key=_by_request):
         key, end_op, _ = ends.of(swap.gap)
         if swap.fetch_op < end_op:
-            due.setdefault(_asked(positions, swap.fetch_op, end_op), []).append(key)
+            requests.add(swap, key, end_op)
         for barrier_op in (swap.landed_op, swap.arrived_op):
             if barrier_op is not None and barrier_op < swap.gap.before_op:
                 awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
@@ -142,14 +184,14 @@ def compile_plan(plan: Plan, recorded: Recorded, signature: Sequence[int]) -> St
         signature=tuple(signature),
         swapped=frozenset(swapped.keys),
         dropped=frozenset(dropped.keys),
-        due=_frozen(due),
+        due=_frozen(requests.due),
         leave=_frozen(swapped.events),
         forget=_frozen(dropped.events),
         calls=frozenset(calls),
         together={key: tuple(keys) for keys in together.values() for key in keys},
         uses=dict(enumerate(recorded.use_events)),
         awaited=_frozen(awaited),
-        stage=_staged(swapped.keys, due, recorded.use_events),
+        stage=_staged(swapped.keys, requests.due, recorded.use_events),
         needs=recorded.needs,
     )
 
@@ -158,15 +200,6 @@ def _by_request(swap: Swap) -> tuple[int, int, Gap]:
     """Return a swap's place among requests: by operator; at one operator, or one event, what is due first is first."""
     due_op = swap.gap.before_op if swap.arrived_op is None else swap.arrived_op
     return swap.fetch_op, due_op, swap.gap
-
-
-def _asked(positions: Sequence[int], fetch_op: int, end_op: int) -> int:
-    """Return the event at which a read is asked for: the first once its operator may begin, so that memory is there.
-
-    If that were the use itself, the last one before.
-    """
-    event = bisect_left(positions, fetch_op)
-    return event if event < len(positions) and positions[event] < end_op else bisect_right(positions, fetch_op) - 1
 
 
 def _frozen(events: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:

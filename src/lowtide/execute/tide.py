@@ -29,6 +29,7 @@ from lowtide.execute.runtime import Runtime
 from lowtide.execute.steps import compile_plan
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Observes, Policy
+from lowtide.plan.sweep import planned_bytes
 from lowtide.tiers.open import Spill
 
 # The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
@@ -216,7 +217,8 @@ class Tide:
 
     def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
         self._plan = planned.plan
-        self._runtime.matcher.add(compile_plan(planned.plan, planned.recorded, signature))
+        bytes_at = planned_bytes(planned.problem, planned.plan.swaps, planned.plan.recomputes)
+        self._runtime.matcher.add(compile_plan(planned.plan, planned.recorded, signature, bytes_at=bytes_at))
         if isinstance(self._policy, Observes):
             self._planned.pop(signature, None)
             self._planned[signature] = planned

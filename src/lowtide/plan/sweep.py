@@ -99,6 +99,18 @@ def predict(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recomp
     return Sweep(problem).run(swaps, recomputes).prediction
 
 
+def planned_bytes(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Curve:
+    """Return the bytes at every operator if each write has landed, and each read begun, when it was asked for."""
+    facts = Sweep(problem)
+    run = _Run(facts, swaps, recomputes)
+    run.curve.add_all(
+        (swap.fetch_op, facts.due_op(swap), facts.sizes[swap.gap.storage])
+        for swap in swaps
+        if swap.fetch_op < facts.due_op(swap) and facts.returns(swap.gap)
+    )
+    return run.curve
+
+
 class _Run:
     """One sweep. Swaps are named by their position in the argument."""
 
