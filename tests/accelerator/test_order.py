@@ -15,7 +15,6 @@ from lowtide.execute.accelerator import AcceleratorBackend
 from lowtide.tiers.file import FileMedium
 from tests.accelerator import harness
 from tests.accelerator.devices import IS_EMULATED, device, races, shake
-from tests.bitwise.record import assert_identical
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="a real device cannot be told to be late")
 
@@ -345,13 +344,16 @@ SELDOM_NEEDED = ("copy_back_after_copy_out", "free_in_order_of_stream", "rerun_a
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [rule for rule in order.RULES if rule not in SELDOM_NEEDED])
 def test_a_training_without_a_rule_is_noticed(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a whole training."""
+    """The same for a whole training: whether a block is used too early is a matter of time, so several are tried."""
     expected = harness.stock("two_streams")
     slow = {"d2h_bytes_per_s": 2e8, "h2d_bytes_per_s": 2e8}
     monkeypatch.setattr(harness, "shake", lambda seed, **knobs: shake(seed, **knobs, **(slow if seed else {})))
     harness.need("two_streams")
+
+    def is_noticed(seed: int) -> bool:
+        outcome = harness.pressed("two_streams", share=0.4, spill=tmp_path, host_bytes=MIB, seed=seed, watch_races=True)
+        return bool(outcome.races) or outcome.record.entries != expected.entries
+
+    assert not is_noticed(3), "with all rules nothing is to be noticed"
     with without(rule):
-        outcome = harness.pressed("two_streams", share=0.4, spill=tmp_path, host_bytes=MIB, seed=3, watch_races=True)
-    if not outcome.races:
-        with pytest.raises(AssertionError, match="differ from stock"):
-            assert_identical(expected, outcome.record)
+        assert any(is_noticed(seed) for seed in range(3, 11))

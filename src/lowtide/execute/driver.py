@@ -36,6 +36,10 @@ class Driver(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
+    def _let_go(self) -> None:
+        """Send away what is to leave before long anyway: it goes before any victim."""
+
+    @abstractmethod
     def _remake(self, record: int) -> None:
         """Make a record again."""
 
@@ -108,6 +112,8 @@ class Driver(ABC):
             with self._lock:
                 self._settle()
                 self.backend.forget_freed()  # what others freed meanwhile is room too
+                self._let_go()
+                self._settle()
                 held = True
                 while held:
                     held = not self._run(self.machine.on(e.Pressure(need_bytes)))

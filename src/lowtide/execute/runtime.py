@@ -25,6 +25,7 @@ from lowtide.plan.policy import Policy
 
 Handle = KeptTensor | SavedTensor
 
+_IN_MEMORY = (Residence.RESIDENT, Residence.CLEAN)
 # A use of bytes that were on their way waited for them if it took longer than this.
 _LEAST_WAIT_S = 1e-4
 
@@ -322,14 +323,27 @@ class Runtime(Driver):
             if self.remaker is not None:
                 self.remaker.want(self._wanted_calls())
         self._expect()
-        if turn.leave:
-            self._run(self.machine.on(e.Leave(turn.leave)))
-        if turn.forget:
-            self._run(self.machine.on(e.Leave(turn.forget, drop=self._remakes)))
+        self._leave(turn.leave, turn.forget)
         self._run(self.machine.retry_deferred())
         if turn.due:
             self._run(self.machine.on(e.Due(turn.due)))
         return self.machine.moving(turn.awaited) if turn.awaited else []
+
+    def _leave(self, swapped: tuple[int, ...], dropped: tuple[int, ...]) -> None:
+        if swapped:
+            self._run(self.machine.on(e.Leave(swapped)))
+        if dropped:
+            self._run(self.machine.on(e.Leave(dropped, drop=self._remakes)))
+
+    def _let_go(self) -> None:
+        """Send away what the plan does at the next event: it may have wanted that before the operator that runs now."""
+        plan, event = self.matcher.followed, len(self.matcher.signature)
+        if plan is not None:
+            self._leave(self._present(plan.leave.get(event, ())), self._present(plan.forget.get(event, ())))
+
+    def _present(self, keys: tuple[int, ...]) -> tuple[int, ...]:
+        records = ((key, self.machine.record_of(key)) for key in keys)
+        return tuple(key for key, record in records if record is not None and self.machine.where(record) in _IN_MEMORY)
 
     def _expect(self) -> None:
         """Tell the backend what the plan knows of the time until the next event."""
