@@ -34,11 +34,13 @@ def capture_step(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 2,
+    device: str | None = None,
 ) -> Trace:
     """Return the trace of `step`, a function that runs one whole training step, called `steps` times.
 
     The second call is the one to plan from: only then do gradients and optimizer state exist as they will from there
-    on. Floating-point operations are not counted: `capture.flops` can, in a run of its own.
+    on. Floating-point operations are not counted: `capture.flops` can, in a run of its own. `device`: which, such as
+    "cuda:1", of a model that is on several.
     """
     from lowtide.execute.fit import open_tide
 
@@ -48,7 +50,7 @@ def capture_step(
         for _ in range(steps):
             with tide.step():
                 step()
-        return tide.trace()
+        return tide.trace(device)
 
 
 def capture_model(
