@@ -21,7 +21,7 @@ from tests.bitwise.workload import Need
 
 FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
 BOTH = (FIRST, SECOND)
-BATCH, WIDTH, STEPS = 256, 128, 5
+BATCH, WIDTH, STEPS = 256, 128, 4
 
 
 def _layers(count: int) -> list[nn.Module]:

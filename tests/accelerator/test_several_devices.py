@@ -18,7 +18,6 @@ from lowtide.core.trace import Phase
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.execute.accelerator_guard import Guard
 from lowtide.execute.accelerator_memory import DeviceMemory
-from lowtide.execute.refusals import concerns
 from lowtide.execute.script import run_script
 from lowtide.plan.policy import Policy
 from tests.accelerator.devices import IS_EMULATED
@@ -30,7 +29,7 @@ from tests.bitwise.record import assert_identical
 MIB = 1 << 20
 SLOW = pytest.mark.slow
 # A link on which copies take longer than computing again.
-SLOW_LINK = {"d2h_bytes_per_s": 20e6, "h2d_bytes_per_s": 20e6}
+SLOW_LINK = {"d2h_bytes_per_s": 50e6, "h2d_bytes_per_s": 50e6}
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +37,7 @@ def two_devices(device: torch.device) -> Iterator[None]:
     """Skip where there is one device only; nothing of a tide may be left on any of them."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("one device only")
+    gc.freeze()  # makes every collection below cheap
     yield
     gc.collect()
     assert _get_current_dispatch_mode_stack() == []
@@ -355,22 +355,6 @@ def test_a_copy_within_a_step_moves_records_of_its_target_only(source: str, tmp_
             loss.backward()
     assert stats["devices"][target]["swapped_out_bytes"] > 0
     assert stats["devices"][source]["swapped_out_bytes"] == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "index"),
-    [
-        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 23.65 GiB of which", 1),
-        ("XPU out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 16.00 GiB.", 0),
-        ("sim out of memory. Tried to allocate 1.00 MiB. sim:1 has a total capacity of 8.00 MiB of which", 1),
-        ("lowtide: aten::mm asked for 7 bytes; 9 bytes are in use on cuda:1 and nothing more can leave", 1),
-    ],
-)
-def test_an_error_tells_which_device_it_is_about(text: str, index: int) -> None:
-    error = torch.OutOfMemoryError(text)
-    assert concerns(error, torch.device("cuda", index))
-    assert not concerns(error, torch.device("cuda", 1 - index))
-    assert concerns(torch.OutOfMemoryError("no room"), torch.device("cuda", index))
 
 
 # ---- scripts ----
