@@ -309,6 +309,32 @@ def test_an_exception_in_a_step_leaves_everything_as_it_was(tmp_path: Path) -> N
     assert_identical(expected, outcome.record)
 
 
+@pytest.mark.parametrize("poor", BOTH)
+@pytest.mark.parametrize("moment", ["begin_step", "end_step"])
+def test_a_step_that_fails_at_its_ends_on_one_device_is_open_on_none(
+    poor: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise ZeroDivisionError
+
+    model, _ = build()
+    with lowtide.fit(model, budget=tight(), spill=tmp_path) as tide:
+        tides: dict[str, Any] = tide._tides  # type: ignore[attr-defined]
+        for _ in range(2):
+            with monkeypatch.context() as failing:
+                failing.setattr(tides[poor]._runtime, moment, fail)
+                with pytest.raises(ZeroDivisionError):
+                    with tide.step():
+                        model(batch(0)).square().mean().backward()
+            assert not any(one._inside or one._recorder.recording for one in tides.values())
+            assert _get_current_dispatch_mode_stack() == []
+        assert tide.stats()["steps"] == 0
+        with tide.step():
+            model(batch(0)).square().mean().backward()
+        assert tide.stats()["steps"] == 1
+        assert all(tide.trace(name).ops for name in BOTH)
+
+
 def test_a_graph_that_outlives_its_tide_has_its_gradients(tmp_path: Path) -> None:
     model, _ = build()
     model(batch(0)).square().mean().backward()

@@ -71,14 +71,13 @@ class Fleet(Tide):
         self._started = time.perf_counter()
 
     def end_step(self) -> None:
-        self._inside = False
-        open_still = list(self._tides.values())
         try:
-            while open_still:
-                open_still.pop(0).finish_step()
+            for tide in self._tides.values():
+                tide.finish_step()
         except BaseException:
-            _each([tide.abandon_step for tide in open_still])
+            self.abandon_step()  # also where it went well: nobody learns from it
             raise
+        self._inside = False
         self._step_s.append(time.perf_counter() - self._started)
         _each([tide.learn for tide in self._tides.values()])
 
