@@ -370,20 +370,19 @@ def test_both_threads_of_backward_may_use_one_device(recompute: bool, tmp_path: 
     scale = torch.randn(MIB // 16, device=SECOND)
 
     def gradient() -> Tensor:
-        chain, crossed = x, []
-        for _ in range(6):  # each has two gradients to add up, in whichever order
-            chain = chain.sin() * 1.01
-            crossed.append(_Crossing.apply(chain, scale))
-        last = checkpoint(lambda h: (h.cos().to(SECOND) * scale).sin(), chain, use_reentrant=False).sum()
-        for one in crossed:
-            last = last + one.square().sum()
+        chain, last = x, torch.zeros((), device=SECOND)
+        for _ in range(10):  # each has two gradients to add up, in whichever order
+            chain = (chain.sin() * 1.01).cos() * 0.99
+            last = last + _Crossing.apply(chain, scale).square().sum()
+        last = last + checkpoint(lambda h: (h.cos().to(SECOND) * scale).sin(), chain, use_reentrant=False).sum()
         return torch.autograd.grad(last, x)[0].cpu()
 
     expected = gradient()
     gc.collect()
     held = {name: torch.accelerator.memory_allocated(torch.device(name)) for name in BOTH}
     shake(9, races=True)
-    budget = {name: held[name] + 7 * MIB // 4 for name in BOTH}
+    # Of 20 saved tensors on the first device 18 would fit, but 10 gradients may come from the second at any time.
+    budget = {FIRST: held[FIRST] + 18 * x.nbytes, SECOND: held[SECOND] + 8 * x.nbytes}
     with lowtide.fit(budget=budget, spill=tmp_path, recompute=recompute) as tide:
         for _ in range(8):
             with tide.step():
