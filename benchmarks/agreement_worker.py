@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lowtide
-import lowtide.execute.tide as runtime
+import lowtide.execute.device_tide as runtime
 from benchmarks.agreement import MODELS, Case
 from lowtide import registry, zoo
 from lowtide.capture.builder import Recorded

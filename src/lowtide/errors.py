@@ -17,26 +17,29 @@ class BadArgument(LowtideError, ValueError):
 
 
 class BudgetTooSmall(LowtideError, MemoryError):
-    """The budget cannot hold what one operator needs at once, whatever is moved away."""
+    """The budget cannot hold what one operator needs at once, whatever is moved away; `device`: whose budget."""
 
-    def __init__(self, *, budget_bytes: int, needed_bytes: int, op: str, detail: str = "") -> None:
+    def __init__(self, *, budget_bytes: int, needed_bytes: int, op: str, detail: str = "", device: str = "") -> None:
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.op = op
         self.detail = detail
+        self.device = device
         text = (
-            f"budget {format_bytes(budget_bytes)} cannot run '{op}', "
+            f"budget {format_bytes(budget_bytes)}{f' of {device}' if device else ''} cannot run '{op}', "
             f"which needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
             "raise the budget or shrink the batch"
         )
         super().__init__(f"{text} ({detail})" if detail else text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_budget_too_small, (self.budget_bytes, self.needed_bytes, self.op, self.detail))
+        return (_rebuild_budget_too_small, (self.budget_bytes, self.needed_bytes, self.op, self.detail, self.device))
 
 
-def _rebuild_budget_too_small(budget_bytes: int, needed_bytes: int, op: str, detail: str) -> BudgetTooSmall:
-    return BudgetTooSmall(budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail)
+def _rebuild_budget_too_small(
+    budget_bytes: int, needed_bytes: int, op: str, detail: str, device: str
+) -> BudgetTooSmall:
+    return BudgetTooSmall(budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail, device=device)
 
 
 class SpillError(LowtideError, OSError):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import lowtide.emulator
 from lowtide.execute.accelerator_guard import Guard
 from lowtide.execute.accelerator_memory import DeviceMemory
+from lowtide.execute.refusals import concerns
 from tests.accelerator.devices import IS_EMULATED
 
 MIB = 1 << 20
@@ -200,3 +201,19 @@ def test_the_guard_makes_way_for_a_mode_of_the_programs(device: torch.device) ->
     assert _get_current_dispatch_mode() is guard
     guard.stop()
     assert _get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 23.65 GiB of which", 1),
+        ("XPU out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 16.00 GiB.", 0),
+        ("sim out of memory. Tried to allocate 1.00 MiB. sim:1 has a total capacity of 8.00 MiB of which", 1),
+        ("lowtide: aten::mm asked for 7 bytes; 9 bytes are in use on cuda:1 and nothing more can leave", 1),
+    ],
+)
+def test_an_error_tells_which_device_it_is_about(text: str, index: int) -> None:
+    error = torch.OutOfMemoryError(text)
+    assert concerns(error, torch.device("cuda", index))
+    assert not concerns(error, torch.device("cuda", 1 - index))
+    assert concerns(torch.OutOfMemoryError("no room"), torch.device("cuda", index))

@@ -21,7 +21,7 @@ from lowtide.capture.flops import CountFlops, with_flops
 from lowtide.core.trace import Kind, Phase, Save, Trace
 from lowtide.errors import BadArgument
 from lowtide.estimate import machine
-from lowtide.execute.tide import Tide
+from lowtide.execute.fit import open_tide
 from tests.zoo.sizes import SMALL
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -46,7 +46,7 @@ def executed(name: str) -> Trace:
     training = small(name)()
     assert training.model is not None
     assert training.optimizer is not None
-    with Tide(
+    with open_tide(
         [training.model],
         [training.optimizer],
         budget=BUDGET,

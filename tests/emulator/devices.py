@@ -12,11 +12,12 @@ from typing import Any
 from lowtide.emulator import Emulator, Settings, current, enable
 
 CAPACITY = 256 * 2**20
+DEVICES = 2  # most tests use the first
 
 
 def fresh(*, capacity: int | str = CAPACITY, **knobs: Any) -> Emulator:
     """Return the emulator with these knobs and all others at their defaults, its counters and findings empty."""
-    emulator = current() or enable(capacity)
+    emulator = current() or enable(capacity, devices=DEVICES)
     defaults = asdict(Settings(capacity_bytes=CAPACITY, devices=emulator.settings.devices))
     defaults.pop("capacity_bytes")
     emulator.configure(capacity=capacity, **(defaults | knobs))

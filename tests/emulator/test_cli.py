@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -75,3 +76,38 @@ def test_a_script_trains_on_the_device_within_its_capacity(script: str, tmp_path
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert loss == plain.stdout.split()[1]
+
+
+SPLIT = """
+import torch
+torch.manual_seed(0)
+layers = [torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).to(f"sim:{index}") for index in range(2)]
+optimizer = torch.optim.SGD([parameter for part in layers for parameter in part.parameters()], lr=0.01)
+x = torch.randn(1024, 64)
+for _ in range(4):
+    loss = layers[1](layers[0](x.to("sim:0")).to("sim:1")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_trains_on_as_many_devices_as_the_budget_names(tmp_path: Path) -> None:
+    path, stats = tmp_path / "train.py", tmp_path / "stats.json"
+    path.write_text(SPLIT)
+    options = [f"--spill={tmp_path}", f"--json={stats}", "--emulate=v100", "--capacity=64MiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide.cli", "run", *options, "--budget=sim:0=2MiB,sim:1=3MiB", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 devices 'sim', each of 64.0 MiB" in done.stderr
+    devices = json.loads(stats.read_text())["devices"]
+    for name, budget in (("sim:0", "2.00 MiB"), ("sim:1", "3.00 MiB")):
+        assert f"{name}: peak " in done.stderr
+        assert f"of {budget}; swapped out" in done.stderr
+        assert devices[name]["peak_reserved_bytes"] <= devices[name]["budget_bytes"]
+        assert devices[name]["swapped_in_bytes"] > 0

@@ -40,7 +40,7 @@ def test_a_bad_knob_is_refused_in_one_line_and_nothing_is_registered(knobs: dict
 
 @pytest.mark.parametrize(
     ("knobs", "words"),
-    [({"sped": 1}, "unknown knob 'sped'"), ({"devices": 2}, "fixed"), ({"slowdown": 0}, "slowdown")],
+    [({"sped": 1}, "unknown knob 'sped'"), ({"devices": 3}, "fixed"), ({"slowdown": 0}, "slowdown")],
 )
 def test_a_bad_change_is_refused_and_changes_nothing(sim: Emulator, knobs: dict[str, Any], words: str) -> None:
     before = sim.settings
@@ -50,8 +50,8 @@ def test_a_bad_change_is_refused_and_changes_nothing(sim: Emulator, knobs: dict[
 
 
 def test_a_device_that_does_not_exist_has_no_statistics(sim: Emulator) -> None:
-    with pytest.raises(BadArgument, match="no device sim:1"):
-        sim.stats(1)
+    with pytest.raises(BadArgument, match="no device sim:2"):
+        sim.stats(2)
 
 
 @pytest.mark.parametrize("name", ["v100", "V100", "v100_pcie3", "v100-pcie"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowtide.emulator import Emulator
+from tests.emulator.devices import DEVICES
 
 A = torch.arange(24, dtype=torch.float32).reshape(4, 6) - 7
 INDEX = torch.tensor([3, 0, 2])
@@ -156,7 +157,7 @@ def test_tensors_are_printed_pickled_and_copied(sim: Emulator) -> None:
 def test_torch_accelerator_knows_the_device(sim: Emulator) -> None:
     assert torch.accelerator.is_available()
     assert torch.accelerator.current_accelerator() == torch.device("sim")
-    assert torch.accelerator.device_count() == 1
+    assert torch.accelerator.device_count() == DEVICES
     assert torch.accelerator.current_device_index() == 0
     assert torch.tensor([1.0], device="sim").device == torch.device("sim", 0)
     with pytest.raises(RuntimeError, match="no device sim:5"):

@@ -34,21 +34,23 @@ def capture_step(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 2,
+    device: str | None = None,
 ) -> Trace:
     """Return the trace of `step`, a function that runs one whole training step, called `steps` times.
 
     The second call is the one to plan from: only then do gradients and optimizer state exist as they will from there
-    on. Floating-point operations are not counted: `capture.flops` can, in a run of its own.
+    on. Floating-point operations are not counted: `capture.flops` can, in a run of its own. `device`: which, such as
+    "cuda:1", of a model that is on several.
     """
-    from lowtide.execute.tide import Tide
+    from lowtide.execute.fit import open_tide
 
     models = [] if model is None else [model]
     optimizers = [] if optimizer is None else [optimizer]
-    with Tide(models, optimizers, **_UNMANAGED) as tide:
+    with open_tide(models, optimizers, **_UNMANAGED) as tide:
         for _ in range(steps):
             with tide.step():
                 step()
-        return tide.trace()
+        return tide.trace(device)
 
 
 def capture_model(
@@ -94,8 +96,8 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
     One more step, if the script has one, counts floating-point operations: counting slows operators down.
     """
     from lowtide.capture.flops import CountFlops, with_flops
+    from lowtide.execute.fit import open_tide
     from lowtide.execute.script import run_as_main, stepping
-    from lowtide.execute.tide import Tide
 
     class Enough(BaseException):
         """Ends the script; not an Exception, so that the script's own handlers let it pass."""
@@ -114,7 +116,7 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
         elif done > steps:
             raise Enough
 
-    with Tide([], [], **_UNMANAGED) as tide:
+    with open_tide([], [], **_UNMANAGED) as tide:
         try:
             with stepping(tide, after_step):
                 try:

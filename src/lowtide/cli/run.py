@@ -23,7 +23,7 @@ from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.emulator import Settings
 from lowtide.emulator import check as check_emulator
 from lowtide.errors import LowtideError
-from lowtide.memory.budget import BudgetLike
+from lowtide.memory.budget import BudgetLike, named_devices
 
 _CAPACITY = "2GiB"
 
@@ -71,6 +71,7 @@ def command(
       lowtide run --budget 2GiB train.py --epochs 3
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
+      lowtide run --budget cuda:0=6GiB,cuda:1=10GiB --spill /fast/disk train.py
       lowtide run --emulate v100 --capacity 2GiB train.py
     """
     if emulate is None and capacity is not None:
@@ -93,11 +94,7 @@ def command(
 
         build_quietly()
     if emulate is not None:
-        from lowtide.emulator import enable
-
-        emulator = enable(str(capacity), preset=emulate)
-        if not quiet:
-            say(told(emulator.settings, emulate))
+        _emulate(str(capacity), emulate, wanted, quiet=quiet)
     wanted, size = settle_auto(wanted)
     if not quiet:
         say(f"budget {size}, spill to {', '.join(where)}, policy {policy}{', verify' * verify}")
@@ -122,10 +119,21 @@ def command(
     return code
 
 
+def _emulate(capacity: str, preset: str, budget: BudgetLike, *, quiet: bool) -> None:
+    """Enable the emulator, with as many devices as the budget names."""
+    from lowtide.emulator import enable
+
+    devices = max((1 + int(name.partition(":")[2]) for name in named_devices(budget)), default=1)
+    emulator = enable(capacity, preset=preset, devices=devices)
+    if not quiet:
+        say(told(emulator.settings, preset))
+
+
 def told(settings: Settings, name: str) -> str:
     """Return the line that says what is emulated."""
     h2d, d2h = format_rate(settings.h2d_bytes_per_s), format_rate(settings.d2h_bytes_per_s)
-    return f"device 'sim' of {format_bytes(settings.capacity_bytes)}, link as {name}'s: {h2d} to it, {d2h} from it"
+    device = "device 'sim'" if settings.devices == 1 else f"{settings.devices} devices 'sim', each"
+    return f"{device} of {format_bytes(settings.capacity_bytes)}, link as {name}'s: {h2d} to it, {d2h} from it"
 
 
 def _run(
@@ -167,6 +175,10 @@ def summary(stats: Mapping[str, Any]) -> list[str]:
     if "disk_written_bytes" in stats:  # a codec, or pinned memory in between: the disk sees less
         moved += f"; written to disk {format_bytes(stats['disk_written_bytes'])}"
     lines = [steps, f"{peak}; {moved}"]
+    for name, one in stats.get("devices", {}).items():
+        there = f"{name}: peak {format_bytes(one['peak_bytes'])} of {format_bytes(one['budget_bytes'])}"
+        went, came = format_bytes(one["swapped_out_bytes"]), format_bytes(one["swapped_in_bytes"])
+        lines.append(f"{there}; swapped out {went}, in {came}")
     if stats.get("unmanaged"):
         lines.append(f"not managed: {', '.join(f'{what} ({count})' for what, count in stats['unmanaged'].items())}")
     return lines

@@ -134,9 +134,11 @@ class stream:  # noqa: N801 - the name that every device module has
     def __init__(self, stream: torch.Stream | None) -> None:
         self._stream = stream
         self._before: torch.Stream | None = None
+        self._device = 0
 
     def __enter__(self) -> torch.Stream | None:
         if self._stream is not None:
+            self._device = current_device()
             self._before = torch.accelerator.current_stream(self._stream.device)
             torch.accelerator.set_stream(self._stream)
         return self._stream
@@ -146,6 +148,7 @@ class stream:  # noqa: N801 - the name that every device module has
     ) -> None:
         if self._before is not None:
             torch.accelerator.set_stream(self._before)
+            set_device(self._device)
 
 
 StreamContext = stream

@@ -79,7 +79,8 @@ class AcceleratorBackend(Remaking):
                 budget_bytes=budget_bytes,
                 needed_bytes=static_bytes,
                 op="the first step",
-                detail=f"the tensors on {self.device} take that much already",
+                detail="the tensors there take that much already",
+                device=str(self.device),
             )
         self._memory.limit(budget_bytes)
         self._memory.forget_peaks()
@@ -171,7 +172,11 @@ class AcceleratorBackend(Remaking):
         op, needed_bytes = self._refused
         # Made anew each time: an error that was raised holds its traceback, and that holds tensors.
         return BudgetTooSmall(
-            budget_bytes=self._budget_bytes or 0, needed_bytes=needed_bytes, op=op, detail=self._host.failure
+            budget_bytes=self._budget_bytes or 0,
+            needed_bytes=needed_bytes,
+            op=op,
+            detail=self._host.failure,
+            device=str(self.device),
         )
 
     # ---- the way back ----

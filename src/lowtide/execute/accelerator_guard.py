@@ -7,30 +7,32 @@ Results are new tensors, so it has not, but for these: an operator that writes t
 writing twice is the same), one that updates running statistics without saying so (they are put back), one that draws
 random numbers (the generator is put back), and one of another library (never run again).
 
+Note [Several devices]: each has a guard of its own, and all of them are on, one below the other. An operator that
+copies between two devices passes both; memory may run out on either, and only that one's guard makes room and calls it
+again. Autograd runs backward on a thread for each device, so operators of two threads may use one device at a time:
+what such operators took there cannot be told apart, and is not remembered.
+
 The mode costs some microseconds of the host's time for every operator, so it is on only where memory is tight.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lowtide.core.units import parse_bytes
 from lowtide.execute.accelerator_log import Operand, OperatorLog
-from lowtide.execute.accelerator_memory import DeviceMemory
+from lowtide.execute.accelerator_memory import DeviceMemory, Span
 from lowtide.execute.modes import OwnMode, is_aside
 from lowtide.execute.recorder import is_operator
+from lowtide.execute.refusals import asked_bytes, concerns
 
 _SAME_WHEN_REPEATED = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::_copy_from"})
 _KNOWN_AT_MOST = 1 << 16
 _Span = tuple[torch.Event, torch.Event]
-_ASKED = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
 
 
 class Room(Protocol):
@@ -119,8 +121,8 @@ class Guard(OwnMode):
     def stop(self) -> None:
         """Watch no more. Below a mode of the program's that is still on, it stays and lets everything pass."""
         self._is_active = False
-        if self._is_entered and _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._is_entered and self.is_on_below_ours:
+            self.leave()
             self._is_entered = False
 
     # ---- calls ----
@@ -171,8 +173,10 @@ class Guard(OwnMode):
         if self.log is None and (traits.is_view or (self.foresees and traits.is_plain)):
             try:
                 return func(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                pass  # once more, with all that it takes
+            except torch.OutOfMemoryError as error:
+                if not concerns(error, self._memory.device):
+                    raise
+                # once more, with all that it takes
         tensors = [thing for thing in _things((args, kwargs)) if isinstance(thing, torch.Tensor)]
         if not self._is_ours(tensors, kwargs):
             return func(*args, **kwargs)
@@ -188,7 +192,17 @@ class Guard(OwnMode):
         if any(tensor.device == ours for tensor in tensors):
             return True
         device = kwargs.get("device")
-        return device is not None and device.type == ours.type and device.index in (None, ours.index)
+        if device is None or device.type != ours.type:
+            return False
+        return (torch.accelerator.current_device_index() if device.index is None else device.index) == ours.index
+
+    def _is_result_here(self, traits: _Traits, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Tell whether an operator's result is on our device: not that of a copy to another."""
+        device = kwargs.get("device")
+        if device is not None:
+            return self._is_ours([], kwargs)
+        changed = _given(traits.written, args, kwargs)
+        return not changed or any(tensor.device == self._memory.device for tensor in changed)
 
     def _is_tracked(self, tensor: torch.Tensor) -> bool:
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
@@ -198,7 +212,8 @@ class Guard(OwnMode):
         """Make room for an operator: for what it took before, or as a guess for its operands once more."""
         need_bytes = self._needs.get(_key(func, args, kwargs))
         if need_bytes is None:
-            self._room.make_room(_bytes_of(tensors))
+            if self._is_result_here(traits, args, kwargs):
+                self._room.make_room(_bytes_of(tensors))
         elif need_bytes and not self._room.make_room(need_bytes):
             raise self._room.refusal(traits.name, need_bytes)
 
@@ -216,35 +231,48 @@ class Guard(OwnMode):
             self._make_room(traits, func, args, kwargs, tensors)
         self._room.look()
         reads = [_operand(tensor) for tensor in tensors if self._is_tracked(tensor)]
-        before_bytes = self._memory.begin_span()
-        log.catch_up(before_bytes)
         begin, end = (torch.Event(device=self._memory.device, enable_timing=True) for _ in range(2))
-        span = (begin, end) if traits.computes else None
+        timed = (begin, end) if traits.computes else None
         stream = torch.accelerator.current_stream(self._memory.device)
 
         def call() -> Any:
-            if span is not None:
+            if timed is not None:
                 begin.record(stream)
             return func(*args, **kwargs)
 
-        result = call() if traits.is_view else self._run(traits, call, args, kwargs, tensors)
-        if span is not None:
-            end.record(stream)
-        live_bytes, peak_bytes = self._memory.end_span()
+        with self._memory.span() as span:
+            log.catch_up(span.before_bytes)
+            result = call() if traits.is_view else self._run(traits, call, args, kwargs, tensors)
+            if timed is not None:
+                end.record(stream)
         if not traits.is_view:
-            key = _key(func, args, kwargs)
-            if len(self._needs) >= _KNOWN_AT_MOST:  # shapes that never come again
-                self._needs.clear()
-                self._spans.clear()
-            self._needs[key] = max(self._needs.get(key, 0), peak_bytes - before_bytes)
-            if span is not None:
-                self._spans[key] = span
+            self._learn(_key(func, args, kwargs), span, timed)
         results = [thing for thing in _things(result) if isinstance(thing, torch.Tensor)]
         writes = [_operand(tensor) for tensor in results if self._is_tracked(tensor)]
         changed = _given(traits.written, args, kwargs)
         writes += [_operand(tensor, changed=True) for tensor in changed if self._is_tracked(tensor)]
-        log.operator(traits.name, reads, writes, span=span, live_bytes=live_bytes, peak_bytes=peak_bytes, call=number)
+        if any(tensor.device != self._memory.device for tensor in tensors):
+            number = None  # it cannot run again: what it reads elsewhere is nobody's to keep here
+        log.operator(
+            traits.name,
+            reads,
+            writes,
+            span=timed,
+            live_bytes=span.live_bytes,
+            peak_bytes=span.peak_bytes,
+            call=number,
+        )
         return result
+
+    def _learn(self, key: Hashable, span: Span, timed: _Span | None) -> None:
+        """Remember what an operator took, in bytes and in time."""
+        if len(self._needs) >= _KNOWN_AT_MOST:  # shapes that never come again
+            self._needs.clear()
+            self._spans.clear()
+        if span.is_alone:
+            self._needs[key] = max(self._needs.get(key, 0), span.peak_bytes - span.before_bytes)
+        if timed is not None:
+            self._spans[key] = timed
 
     def _run(
         self, traits: _Traits, call: Callable[[], Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]
@@ -256,19 +284,21 @@ class Guard(OwnMode):
             try:
                 return call()
             except torch.OutOfMemoryError as error:
-                asked_bytes = max(_asked_bytes(error), 1)
+                if not concerns(error, self._memory.device):
+                    raise  # of the other device that the operator copies from or to: see Note [Several devices]
+                wanted_bytes = max(asked_bytes(error), 1)
                 before_bytes = self._memory.allocated_bytes()
                 refused = error.with_traceback(None)
             if undo is None:
-                raise self._room.refusal(traits.name, asked_bytes) from refused
+                raise self._room.refusal(traits.name, wanted_bytes) from refused
             # More each time, until all that may leave has left.
             while tried_bytes <= 2 * self._memory.total_bytes:
-                tried_bytes = max(2 * tried_bytes, asked_bytes)
+                tried_bytes = max(2 * tried_bytes, wanted_bytes)
                 self._room.make_room(tried_bytes)
                 if self._memory.allocated_bytes() < before_bytes:
                     break
             else:
-                raise self._room.refusal(traits.name, asked_bytes) from refused
+                raise self._room.refusal(traits.name, wanted_bytes) from refused
             undo()
 
     def _undo(self, traits: _Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Callable[[], None] | None:
@@ -330,7 +360,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Hashable:
     def part(value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             strides = value.stride() if value.layout is torch.strided else ()
-            return value.dtype, value.device.type, tuple(value.shape), strides
+            return value.dtype, value.device, tuple(value.shape), strides
         if isinstance(value, list | tuple):
             return tuple(part(item) for item in value)
         if isinstance(value, bool | int | str) or value is None:
@@ -338,13 +368,3 @@ def _key(func: Any, args: Any, kwargs: Any) -> Hashable:
         return type(value).__name__ if isinstance(value, float) else str(value)
 
     return func, part(args), tuple((name, part(value)) for name, value in sorted(kwargs.items()))
-
-
-def _asked_bytes(error: torch.OutOfMemoryError) -> int:
-    found = _ASKED.search(str(error))
-    if found is None:
-        return 0
-    try:
-        return parse_bytes(found[1])
-    except ValueError:
-        return 0

@@ -7,12 +7,17 @@ are not in it.
 Memory is counted by the device's allocator. What it says is told apart by asking which known storages have died since;
 what nothing accounts for (an operator's scratch, rounding) becomes a block of its own, so that the log's curve is the
 allocator's.
+
+Autograd's threads for other devices use this one too, where a training copies between them: every entry is made under
+a lock, which is never held while anything waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +32,9 @@ _WeakRef: Any = StorageWeakRef  # untyped in torch
 _BACKWARD, _UPDATE = "backward", "Optimizer.step"
 # What PyTorch's device allocators round to; what they add beyond that is counted as nobody's.
 _ROUND_BYTES = 512
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Operand(NamedTuple):
@@ -56,10 +64,22 @@ register_optimizer_step_pre_hook(lambda *_: _update(True))
 register_optimizer_step_post_hook(lambda *_: _update(False))
 
 
+def _locked(method: Callable[Concatenate[OperatorLog, P], T]) -> Callable[Concatenate[OperatorLog, P], T]:
+    """Let one thread at a time into a method."""
+
+    @wraps(method)
+    def alone(log: OperatorLog, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with log._lock:
+            return method(log, *args, **kwargs)
+
+    return alone
+
+
 class OperatorLog:
     """One step's log. `level_bytes` is what is live where the log begins."""
 
     def __init__(self, level_bytes: int, *, most_entries: int = 4_000_000) -> None:
+        self._lock = threading.RLock()
         self._level_bytes = level_bytes
         self._most_entries = most_entries
         self._entries: list[LogEntry] = []
@@ -74,15 +94,18 @@ class OperatorLog:
 
     # ---- entries ----
 
+    @_locked
     def add(self, kind: Logged, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Append an entry; the clock is read off the operators when the log is taken."""
         if len(self._entries) < self._most_entries:
             self._entries.append(LogEntry(kind, 0, len(self._spans), a, b, c))
 
+    @_locked
     def add_module(self, name: str) -> None:
         """Note that a module's operators follow."""
         self.add(Logged.MODULE, self._number(name))
 
+    @_locked
     def serial_of(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage, which existed before the step if it was not seen yet."""
         known = self._known.get(storage._cdata)
@@ -100,6 +123,7 @@ class OperatorLog:
 
     # ---- operators ----
 
+    @_locked
     def operator(
         self,
         name: str,
@@ -160,6 +184,7 @@ class OperatorLog:
         else:
             self.add(Logged.FREE, self._serials, nbytes)
 
+    @_locked
     def catch_up(self, live_bytes: int) -> None:
         """Note what has died, so that the log says `live_bytes` too; the youngest are asked first."""
         if live_bytes > self._level_bytes:
@@ -183,20 +208,24 @@ class OperatorLog:
 
     # ---- what the backend does itself ----
 
+    @_locked
     def moved(self, change_bytes: int) -> None:
         """Leave bytes out of the curve that we gave up or took: an unmanaged step would not have."""
         self._level_bytes += change_bytes
         self._segment_bytes += change_bytes
 
+    @_locked
     def fetched(self, record: int, storage: torch.UntypedStorage) -> None:
         """Note that a record's bytes have a new block."""
         self.add(Logged.FETCH_ALLOC, self._know(storage).serial, _rounded(storage), record)
 
+    @_locked
     def evicted(self, storage: torch.UntypedStorage) -> None:
         """Note that a record's block is given up: its end is no end of its bytes."""
         known = self._known.pop(storage._cdata, None)
         self.add(Logged.EVICT_FREE, known.serial if known else 0, _rounded(storage))
 
+    @_locked
     def segment(self, live_bytes: int) -> None:
         """Note a save or a use: from here on another segment's need is looked for."""
         self._needs.append(0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +13,19 @@ from lowtide.errors import BadArgument
 
 # What PyTorch's own `memory_stats` is made of: that one flattens and sorts a hundred counters on every call.
 _raw_stats: Any = getattr(torch._C, "_accelerator_getDeviceStats", None)
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """The live bytes where something begins and ends, and the most in between.
+
+    `is_alone`: no other thread looked at a span of its own meanwhile, so what was counted is of this one.
+    """
+
+    is_alone: bool
+    before_bytes: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class DeviceMemory:
@@ -25,6 +41,7 @@ class DeviceMemory:
         self._set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
         self._peak_bytes = 0
         self._peak_reserved_bytes = 0
+        self._spans: list[Span] = []
         if _raw_stats is None or "allocated_bytes" not in _raw_stats(device.index):
             raise BadArgument(
                 f"the allocator of '{device.type}' tells nothing of its memory in torch {torch.__version__}, so no "
@@ -54,16 +71,21 @@ class DeviceMemory:
         """Return what the allocator holds, live or not."""
         return int(_raw_stats(self.device.index)["reserved_bytes"]["all"]["current"])
 
-    def begin_span(self) -> int:
-        """Return the live bytes, and start to look for the peak of what follows."""
-        stats = self._take_peaks()
-        torch.accelerator.reset_peak_memory_stats(self.device)
-        return int(stats["allocated_bytes"]["all"]["current"])
-
-    def end_span(self) -> tuple[int, int]:
-        """Return the live bytes, and the most there were since `begin_span`."""
-        counted = self._take_peaks()["allocated_bytes"]["all"]
-        return int(counted["current"]), int(counted["peak"])
+    @contextmanager
+    def span(self) -> Iterator[Span]:
+        """Look at what happens to the live bytes inside this context."""
+        span = Span(is_alone=not self._spans)
+        for other in self._spans:
+            other.is_alone = False
+        self._spans.append(span)
+        try:
+            span.before_bytes = int(self._take_peaks()["allocated_bytes"]["all"]["current"])
+            torch.accelerator.reset_peak_memory_stats(self.device)
+            yield span
+            counted = self._take_peaks()["allocated_bytes"]["all"]
+            span.live_bytes, span.peak_bytes = int(counted["current"]), int(counted["peak"])
+        finally:
+            self._spans.remove(span)
 
     def peaks(self) -> tuple[int, int]:
         """Return the most bytes that were live, and that the allocator held, since `forget_peaks`."""

@@ -99,10 +99,13 @@ def is_filled(filled: torch.Event) -> bool:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Queue what follows on a stream."""
+    """Queue what follows on a stream. The device that is current stays so: setting a stream makes its device that."""
+    device = torch.accelerator.current_device_index()
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(device)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -25,10 +26,11 @@ class RunAhead:
     def step(self, stream: torch.Stream) -> None:
         """Note one save or use; waits for the device if it is too far behind."""
         self._reached.append(stream.record_event())
-        while self._reached and self._reached[0].query():
-            self._reached.popleft()
-        while len(self._reached) > self._most:
-            self._reached.popleft().synchronize()
+        with suppress(IndexError):  # another of autograd's threads was faster
+            while self._reached[0].query():
+                self._reached.popleft()
+            while len(self._reached) > self._most:
+                self._reached.popleft().synchronize()
 
     def forget(self) -> None:
         """Start over."""

@@ -20,28 +20,46 @@ class Lending:
 
     def __init__(self, before: Callable[[torch.Tensor | torch.UntypedStorage], None]) -> None:
         self._before = before
-        self._originals: dict[tuple[type, str], tuple[Any, bool]] = {}
 
     def on(self) -> None:
         """Start to tell."""
-        for owner, name in _WAYS:
-            original = getattr(owner, name)
-            self._originals[owner, name] = (original, name in vars(owner))
-            setattr(owner, name, self._telling(original))
+        if not _told:
+            _replace()
+        _told.append(self._before)
 
     def off(self) -> None:
-        """Leave everything as it was."""
-        for (owner, name), (original, own) in self._originals.items():
-            if own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
-        self._originals.clear()
+        """Tell no more; after the last one everything is as it was."""
+        _told.remove(self._before)
+        if not _told:
+            _put_back()
 
-    def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def lend(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-            self._before(owned)
-            return original(owned, *args, **kwargs)
 
-        lend.__doc__ = original.__doc__
-        return lend
+# One for each device that is watched: they come and go in any order, so the ways are replaced once for all of them.
+_told: list[Callable[[torch.Tensor | torch.UntypedStorage], None]] = []
+_originals: dict[tuple[type, str], tuple[Any, bool]] = {}
+
+
+def _replace() -> None:
+    for owner, name in _WAYS:
+        original = getattr(owner, name)
+        _originals[owner, name] = (original, name in vars(owner))
+        setattr(owner, name, _telling(original))
+
+
+def _put_back() -> None:
+    for (owner, name), (original, own) in _originals.items():
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+    _originals.clear()
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def lend(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        for before in _told.copy():
+            before(owned)
+        return original(owned, *args, **kwargs)
+
+    lend.__doc__ = original.__doc__
+    return lend

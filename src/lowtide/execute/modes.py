@@ -53,6 +53,12 @@ class OwnMode(TorchDispatchMode):
         """Whether it is on, on this thread."""
         return self in _get_current_dispatch_mode_stack()
 
+    @property
+    def is_on_below_ours(self) -> bool:
+        """Whether it is on, on this thread, with nothing but modes of ours above it."""
+        stack = _get_current_dispatch_mode_stack()
+        return self in stack and all(isinstance(mode, OwnMode) for mode in stack[stack.index(self) :])
+
 
 def can_watch() -> bool:
     """Tell whether every call can be seen: not inside what `torch.compile` made, nor where it would not be let run."""

@@ -18,11 +18,12 @@ from lowtide.memory.budget import (
     BudgetLike,
     Budgets,
     auto_bytes,
+    named_devices,
     names_accelerator,
     parse_budget,
     parse_device_budget,
 )
-from lowtide.tiers.medium import Medium
+from lowtide.tiers.medium import ALIGN_BYTES, Medium
 from lowtide.tiers.open import Spill, open_medium
 
 # Where nobody states how much pinned memory may be used: half of what "auto" would take, for the rest of the program
@@ -41,22 +42,68 @@ class Opened:
     spill_name: str
 
 
-def open_backend(
+def devices_of(models: Sequence[torch.nn.Module], budget: BudgetLike) -> tuple[torch.device | None, ...]:
+    """Return where a training runs: the accelerators that its parameters are on, else that its budget names.
+
+    (None,): on the CPU.
+    """
+    found = {parameter.device for model in models for parameter in model.parameters()}
+    devices = sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+    if devices:
+        return tuple(devices)
+    if not names_accelerator(budget):
+        return (None,)
+    if found:
+        raise BadArgument(
+            "the budget is for a device, but the model is on the CPU: move it there before lowtide.fit, "
+            "or state 'cpu' bytes"
+        )
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
+        raise BadArgument("the budget is for a device, but this machine has no accelerator: state 'cpu' bytes")
+    named = named_devices(budget)
+    if len(named) < 2:
+        return (torch.device(current.type, torch.accelerator.current_device_index()),)
+    there = [f"{current.type}:{index}" for index in range(torch.accelerator.device_count())]
+    for name in named:
+        if name not in there:
+            raise BadArgument(f"the budget names {name}, but the devices here are {', '.join(there)}")
+    return tuple(torch.device(name) for name in sorted(named))
+
+
+def budgets_for(
+    devices: Sequence[torch.device | None],
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     budget: BudgetLike,
-    spill: Spill,
-    verify: bool,
-    moves_nothing: bool,
+) -> list[Budgets]:
+    """Return what each device may have. Memory below several devices is theirs together, and shared out.
+
+    Each gets of it what its budget is of all budgets, in whole pages.
+    """
+    found = []
+    for device in devices:
+        held_bytes = _held_bytes(models, optimizers, device or torch.device("cpu"))
+        if device is None:
+            found.append(parse_budget(budget, held_bytes=held_bytes))
+        else:
+            found.append(_with_host_bytes(_device_budgets(budget, device, held_bytes=held_bytes)))
+    total_bytes = sum(one.fast_bytes for one in found)
+
+    def share(all_bytes: int | None, one: Budgets) -> int | None:
+        if all_bytes is None or len(found) == 1:
+            return all_bytes
+        return all_bytes * one.fast_bytes // total_bytes // ALIGN_BYTES * ALIGN_BYTES
+
+    return [replace(one, host_bytes=share(one.host_bytes, one), disk_bytes=share(one.disk_bytes, one)) for one in found]
+
+
+def open_backend(
+    device: torch.device | None, budgets: Budgets, *, spill: Spill, verify: bool, moves_nothing: bool
 ) -> Opened:
-    """Return the backend for a training: an accelerator's if its parameters or its budget are there, else the CPU's."""
-    device = _accelerator(models, named=names_accelerator(budget))
-    held_bytes = _held_bytes(models, optimizers, device or torch.device("cpu"))
-    if device is None:
-        budgets = parse_budget(budget, held_bytes=held_bytes)
-    else:
-        budgets = _device_budgets(budget, device, held_bytes=held_bytes)
+    """Return the backend for a device (None: the CPU's)."""
+    if device is not None:
         _check_capacity(budgets, device, is_bounded=not moves_nothing)
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
     name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
@@ -90,36 +137,17 @@ def _cpu(medium: Medium, *, verify: bool) -> Backend:
 def _on_device(medium: Medium, device: torch.device, budgets: Budgets, *, verify: bool) -> Backend:
     from lowtide.execute.accelerator import AcceleratorBackend
 
-    host_bytes = budgets.host_bytes
-    if host_bytes is None:
-        host_bytes = _HOST_BYTES
-        with suppress(BadArgument):
-            host_bytes = auto_bytes() // _HOST_SHARE
-    return AcceleratorBackend(medium, device=device, host_bytes=host_bytes, verify=verify)
+    assert budgets.host_bytes is not None
+    return AcceleratorBackend(medium, device=device, host_bytes=budgets.host_bytes, verify=verify)
 
 
-def _accelerator(models: Sequence[torch.nn.Module], *, named: bool) -> torch.device | None:
-    """Return the accelerator that a training runs on (None: the CPU)."""
-    found = {parameter.device for model in models for parameter in model.parameters()}
-    devices = sorted({device for device in found if device.type not in ("cpu", "meta")}, key=str)
-    if len(devices) > 1:
-        raise BadArgument(
-            f"the model is spread over {', '.join(map(str, devices))}: a tide manages one device; "
-            "train with one process for each device, or move the model to one of them"
-        )
-    if devices:
-        return devices[0]
-    if not named:
-        return None
-    if any(True for model in models for _ in model.parameters()):
-        raise BadArgument(
-            "the budget is for a device, but the model is on the CPU: move it there before lowtide.fit, "
-            "or state 'cpu' bytes"
-        )
-    current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None:
-        raise BadArgument("the budget is for a device, but this machine has no accelerator: state 'cpu' bytes")
-    return torch.device(current.type, torch.accelerator.current_device_index())
+def _with_host_bytes(budgets: Budgets) -> Budgets:
+    if budgets.host_bytes is not None:
+        return budgets
+    host_bytes = _HOST_BYTES
+    with suppress(BadArgument):
+        host_bytes = auto_bytes() // _HOST_SHARE
+    return replace(budgets, host_bytes=host_bytes)
 
 
 def _device_budgets(budget: BudgetLike, device: torch.device, *, held_bytes: int) -> Budgets:

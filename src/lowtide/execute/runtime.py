@@ -138,16 +138,21 @@ class Runtime(Driver):
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Manage what autograd saves inside this context, on this thread."""
-        with saved_tensors_hooks(self.pack, self.unpack):
-            self._hooked = True
+        with saved_tensors_hooks(self.pack, self.unpack), self.hooked():
+            yield
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Be ready for what hooks on this thread bring: `pack` and `unpack` are called by them."""
+        self._hooked = True
+        if self.remaker is not None:
+            self.remaker.watch(nested=True)
+        try:
+            yield
+        finally:
+            self._hooked = False
             if self.remaker is not None:
-                self.remaker.watch(nested=True)
-            try:
-                yield
-            finally:
-                self._hooked = False
-                if self.remaker is not None:
-                    self.remaker.unwatch()
+                self.remaker.unwatch()
 
     # ---- autograd's side ----
 

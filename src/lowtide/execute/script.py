@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from lowtide.execute.fit import open_tide
 from lowtide.execute.tide import Tide
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
@@ -32,7 +33,7 @@ def run_script(
     What the script raises comes through, except that an allocation refused for the budget's sake becomes
     `BudgetTooSmall`. A step reaches from one `optimizer.step()` to the next.
     """
-    with Tide([], [], budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute) as tide:
+    with open_tide([], [], budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute) as tide:
         with stepping(tide), tide.turning_refusals_into_errors():
             exit_code = run_as_main(path, argv)
         return tide.stats() | {"exit_code": exit_code}

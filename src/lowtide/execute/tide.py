@@ -1,105 +1,36 @@
-"""`fit` and `Tide`: what a user holds."""
+"""`Tide`: what a user holds, whether the training is on one device or on several."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import statistics
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
-from lowtide import registry
-from lowtide.capture.builder import Recorded
 from lowtide.core.machine import Machine
-from lowtide.core.plan import Plan, Problem
+from lowtide.core.plan import Plan
 from lowtide.core.trace import Trace
-from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, LowtideError
-from lowtide.execute.backend import Usage
-from lowtide.execute.feedback import Planned, executed
-from lowtide.execute.opening import open_backend
-from lowtide.execute.recorder import Recorder
-from lowtide.execute.runtime import Runtime
-from lowtide.execute.steps import compile_plan
-from lowtide.memory.budget import BudgetLike
-from lowtide.plan.policy import Observes, Policy
-from lowtide.plan.sweep import planned_bytes
-from lowtide.tiers.open import Spill
-
-# The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
-# state exist, is the allocator warm, and do operators take the time they will go on taking.
-_RECORDINGS = 2
-# Steps to record after one that matched no plan: it is planned once it repeats (R8).
-_ALERT_STEPS = 8
-# How often a policy may look at a step of a plan that had to wait: on a noisy machine some do for ever.
-_MOST_LESSONS = 16
-# For how many kinds of step what was recorded is kept for that.
-_MOST_PLANNED = 16
-# What a watched step takes longer, by call, beside what a recording says about seeing them all. Measured: 100 us to
-# remember one that is to run again; assumed: every tenth is.
-_REMEMBER_S = 10e-6
 
 
-T = TypeVar("T")
+class Tide(ABC):
+    """A training inside a budget, made by `fit`: wrap each step in `step()`, ask `stats()`, `close()` at the end.
 
+    `device`, where a method takes one, is a name such as "cuda:1"; only a training on several devices needs it.
+    """
 
-class Tide:
-    """A training inside a budget, made by `fit`: wrap each step in `step()`, ask `stats()`, `close()` at the end."""
-
-    def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        budget: BudgetLike,
-        spill: Spill,
-        policy: str | Policy,
-        verify: bool,
-        strict: bool = False,
-        recompute: bool | None = None,
-        moves_nothing: bool = False,
-    ) -> None:
-        self._policy = registry.policy(policy)
-        if recompute is None:
-            recompute = bool(getattr(self._policy, "recomputes", False))
-        opened = open_backend(
-            models, optimizers, budget=budget, spill=spill, verify=verify, moves_nothing=moves_nothing
-        )
-        self._backend, self._machine = opened.backend, opened.machine
-        self._budget_bytes, self._spill_name = opened.budget_bytes, opened.spill_name
-        # What is worth moving depends on the budget: a small model under a small one works as a large one does.
-        least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
-        self._runtime = Runtime(
-            self._backend, self._policy, least_bytes=least_bytes, strict=strict, remakes=recompute and not moves_nothing
-        )
-        self._recorder = Recorder(self._backend, models, optimizers)
-        self._runtime.know([*models, *optimizers])
-        self._recorded: dict[tuple[int, ...], int] = {}
-        self._alert = 1
-        self._revisions = 0
-        self._remake_before_s = 0.0
-        self._planned: dict[tuple[int, ...], Planned] = {}
-        self._seen: set[int] = set()
-        self._trace: Trace | None = None
-        self._plan: Plan | None = None
-        self._step_s: list[float] = []
-        self._step_stall_s = 0.0
-        self._static_bytes = 0
+    def __init__(self) -> None:
         self._inside = False
-        self._closed = True  # until everything is open: nothing to close after a failure here
+        self._closed = True  # until everything is open: nothing to close after a failure before that
         self._pid = os.getpid()
-        try:
-            self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
-        except BaseException:
-            self._backend.close()
-            raise
-        self._static_bytes = self._backend.usage().live_bytes
+
+    def _opened(self) -> None:
+        """Be open from here on, until `close`, at exit at the latest."""
         # Not a bound method of self: a forgotten tide may be collected; but at exit an open one is closed.
         reference = weakref.ref(self)
         self._at_exit = lambda: _close_if_alive(reference)
@@ -123,146 +54,29 @@ class Tide:
             raise
         self.end_step()
 
+    @abstractmethod
     def hooks(self) -> AbstractContextManager[None]:
         """Return the context in which what autograd saves is managed, on this thread."""
-        return self._runtime.hooks()
 
-    @contextmanager
-    def turning_refusals_into_errors(self) -> Iterator[None]:
-        """Raise `BudgetTooSmall` for an allocation that the budget refused inside this context."""
-        refusals = self._backend.refusals
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if self._runtime.failure is not None:  # Ctrl-C while it waited for room, for one
-                raise self._runtime.take_failure() from error
-            if self._backend.refusals == refusals:
-                raise
-            raise self._backend.too_small() from error
+    @abstractmethod
+    def turning_refusals_into_errors(self) -> AbstractContextManager[None]:
+        """Return a context that raises `BudgetTooSmall` for an allocation that the budget refused inside it."""
 
+    @abstractmethod
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer: its tensors get their kinds in traces, its parameters' gradients may leave."""
-        self._recorder.know(optimizer)
-        self._runtime.know([optimizer])
 
+    @abstractmethod
     def begin_step(self) -> None:
         """Start a step without managing hooks: `step()` and the script runner do that."""
-        self._inside = True
-        self._backend.refresh_static()
-        self._static_bytes = self._backend.usage().live_bytes
-        recording = self._alert > 0
-        self._runtime.begin_step(recording=recording)
-        if recording:
-            self._recorder.start()
-        else:
-            self._backend.observe(names=self._under_pressure, log=False)
-        self._started = time.perf_counter()
-        self._stall_before = self._backend.usage().stall_s
-        self._remake_before_s = self._remake_s()
 
+    @abstractmethod
     def end_step(self) -> None:
         """End a step that went well: learn from it and plan the next."""
-        self._inside = False
-        try:
-            with self.turning_refusals_into_errors():
-                self._runtime.end_step()
-        except BaseException:
-            self._recorder.cancel()
-            raise
-        finally:
-            self._backend.rest()
-        self._step_s.append(time.perf_counter() - self._started)
-        self._step_stall_s = self._backend.usage().stall_s - self._stall_before
-        if self._runtime.failure is not None:
-            self._recorder.cancel()
-            raise self._runtime.take_failure()
-        self._learn()
 
+    @abstractmethod
     def abandon_step(self) -> None:
         """End a step that raised: nothing is learnt from it."""
-        self._inside = False
-        self._runtime.abandon_step()
-        self._backend.rest()
-        self._recorder.cancel()
-
-    def _learn(self) -> None:
-        matcher = self._runtime.matcher
-        followed = matcher.finish()
-        signature = tuple(matcher.signature)
-        self._alert = max(0, self._alert - 1)
-        if not signature:  # an evaluation pass: nothing was saved
-            self._recorder.cancel()
-            if not self._recorded:
-                self._alert = max(1, self._alert)
-            return
-        times_recorded = self._recorded.get(signature, 0)
-        if self._recorder.recording:
-            recorded = self._recorder.stop(gradients=self._runtime.gradient_serials)
-            # Another kind of step than all before is planned once it repeats; the very first at once.
-            repeats = not self._recorded or hash(signature) in self._seen
-            if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
-                self._trace = recorded.trace
-                problem = self._problem(recorded)
-                self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
-                times_recorded = self._recorded[signature] = times_recorded + 1
-        elif followed is not None:
-            self._revise(signature)
-        self._seen.add(hash(signature))
-        if times_recorded == 0:
-            self._alert = _ALERT_STEPS
-        elif times_recorded < _RECORDINGS:
-            self._alert = max(1, self._alert)
-        elif followed is not None:
-            self._alert = 0
-
-    def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
-        self._plan = planned.plan
-        bytes_at = planned_bytes(planned.problem, planned.plan.swaps, planned.plan.recomputes)
-        self._runtime.matcher.add(compile_plan(planned.plan, planned.recorded, signature, bytes_at=bytes_at))
-        if isinstance(self._policy, Observes):
-            self._planned.pop(signature, None)
-            self._planned[signature] = planned
-            if len(self._planned) > _MOST_PLANNED:
-                del self._planned[next(iter(self._planned))]
-
-    def _revise(self, signature: tuple[int, ...]) -> None:
-        """Let a policy that observes planned steps change its plan by the one that has just ended."""
-        planned, waits = self._planned.get(signature), self._runtime.waits
-        if planned is None or not waits or planned.lessons >= _MOST_LESSONS:
-            return
-        assert isinstance(self._policy, Observes)
-        timeline = executed(
-            planned,
-            waits,
-            begun_s=self._started,
-            step_s=self._step_s[-1],
-            recompute_s=self._remake_s() - self._remake_before_s,
-            stall_s=self._step_stall_s,
-        )
-        revised = self._policy.observe(planned.problem, planned.plan, timeline)
-        taught = self._planned[signature] = replace(planned, plan=revised, lessons=planned.lessons + 1)
-        if revised != planned.plan:
-            self._revisions += 1
-            self._follow(taught, signature)
-
-    def _remake_s(self) -> float:
-        return self._runtime.remaker.busy_s if self._runtime.remaker is not None else 0.0
-
-    def _problem(self, recorded: Recorded) -> Problem:
-        """Return what a policy has to plan; it may run operators again only where their calls were seen."""
-        calls = sum(len(numbers) for numbers in recorded.calls.values())
-        return Problem(
-            trace=recorded.trace,
-            machine=self._machine,
-            budget_bytes=self._budget_bytes,
-            tier="spill",
-            can_recompute=calls > 0,
-            watch_s=recorded.numbering_s + calls * _REMEMBER_S,
-        )
-
-    @property
-    def _under_pressure(self) -> bool:
-        return self._trace is None or self._trace.peak_bytes > self._budget_bytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -270,59 +84,26 @@ class Tide:
 
     # ---- answers ----
 
-    def __repr__(self) -> str:
-        if self._closed:
-            state = "closed"
-        else:
-            kind = "peak" if self._backend.exact_budget else "advisory peak"
-            state = f"{kind} {format_bytes(self._backend.usage().peak_bytes)}, spill to {self._spill_name}"
-        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
-        return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
-
+    @abstractmethod
     def stats(self) -> dict[str, object]:
         """Return what happened so far: bytes, seconds and counts, ready for a logger."""
-        usage = self._backend.usage()
-        return {
-            "budget_bytes": self._budget_bytes,
-            "budget_exact": self._backend.exact_budget,
-            "over_budget_bytes": self._over_budget_bytes(usage),
-            "peak_bytes": usage.peak_bytes,
-            "peak_reserved_bytes": usage.peak_reserved_bytes,
-            "static_bytes": self._static_bytes,
-            "swapped_out_bytes": usage.written_bytes,
-            "swapped_in_bytes": usage.read_bytes,
-            "stall_s": usage.stall_s,
-            "last_step_stall_s": self._step_stall_s,
-            "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
-            "last_step_s": self._step_s[-1] if self._step_s else 0.0,
-            "steps": len(self._step_s),
-            "policy": self._policy.name,
-            "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
-            "plan_revisions": self._revisions,
-            "planned_recomputes": len(self._plan.recomputes) if self._plan is not None else 0,
-            **self._runtime.figures(),
-            "unmanaged": dict(self._runtime.unmanaged),
-            **self._backend.figures(),
-        }
 
-    def _over_budget_bytes(self, usage: Usage) -> int:
-        """Return by how much the budget was passed: never, where allocations are refused."""
-        return 0 if self._backend.exact_budget else max(0, usage.peak_bytes - self._budget_bytes)
-
-    def trace(self) -> Trace:
+    @abstractmethod
+    def trace(self, device: str | None = None) -> Trace:
         """Return the last recorded step. Raises `BadArgument` before the first step has ended."""
-        if self._trace is None:
-            raise BadArgument("no step was recorded yet: run one inside tide.step() first")
-        return self._trace
 
-    def plan(self) -> Plan | None:
+    @abstractmethod
+    def plan(self, device: str | None = None) -> Plan | None:
         """Return the plan made last (None before the first step has ended)."""
-        return self._plan
+
+    @abstractmethod
+    def machine_of(self, device: str | None = None) -> Machine:
+        """Return the machine that plans are made for, with the link to the spill."""
 
     @property
     def machine(self) -> Machine:
-        """The machine that plans are made for, with the link to the spill."""
-        return self._machine
+        """The machine that plans are made for, where there is one."""
+        return self.machine_of()
 
     # ---- the end ----
 
@@ -335,11 +116,11 @@ class Tide:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._recorder.cancel()
-        try:
-            self._runtime.close(bring_back=bring_back)
-        finally:
-            self._backend.close(bring_back=bring_back)
+        self._let_go(bring_back=bring_back)
+
+    @abstractmethod
+    def _let_go(self, *, bring_back: bool) -> None:
+        """Give up everything that is open, whatever fails meanwhile."""
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -354,43 +135,6 @@ class Tide:
         if not getattr(self, "_closed", True):
             with suppress(LowtideError):
                 self.close()
-
-
-def fit(
-    model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    *,
-    budget: BudgetLike,
-    spill: Spill = None,
-    policy: str | Policy = "auto",
-    verify: bool = False,
-    recompute: bool | None = None,
-) -> Tide:
-    """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
-
-    `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
-    "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}.
-    `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
-    keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
-    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
-    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
-    changed; they tell parameters from activations in traces and reports.
-    """
-    models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
-    optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
-    return Tide(models, optimizers, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)
-
-
-def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str) -> list[T]:
-    if given is None:
-        return []
-    if isinstance(given, kind):
-        return [given]
-    items = list(given) if isinstance(given, Iterable) else [given]
-    for item in items:
-        if not isinstance(item, kind):
-            raise BadArgument(f"{name} is a {type(item).__name__}: pass {what}, a list of them or None")
-    return items
 
 
 def _close_if_alive(reference: weakref.ref[Tide]) -> None:

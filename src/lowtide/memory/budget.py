@@ -59,6 +59,11 @@ def names_accelerator(budget: BudgetLike) -> bool:
     return isinstance(budget, Mapping) and any(_is_device(key) for key in budget)
 
 
+def named_devices(budget: BudgetLike) -> tuple[str, ...]:
+    """Return the devices that a budget names one by one, such as "cuda:0"."""
+    return tuple(key for key in budget if _DEVICE.fullmatch(key)) if isinstance(budget, Mapping) else ()
+
+
 def parse_device_budget(
     budget: BudgetLike, *, free_bytes: Callable[[], int], held_bytes: int = 0, root: Path = Path("/")
 ) -> Budgets:
