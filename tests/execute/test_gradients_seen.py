@@ -82,6 +82,57 @@ def test_two_runs_of_backward_at_once_add_up(tmp_path: Path) -> None:
         assert unmanaged["gradients of backward on several threads at once"] == 1
 
 
+class Meets(torch.autograd.Function):
+    """Passes a gradient on once both runs of backward have come as far as they are to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, here: threading.Event, there: threading.Event) -> Tensor:
+        ctx.events = here, there
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        here, there = ctx.events
+        here.set()
+        there.wait(10)
+        return gradient, None, None
+
+
+def test_a_run_of_backward_that_begins_while_a_gradient_is_away_finds_it(tmp_path: Path) -> None:
+    """The first has taken it and ends while the second adds to it: who finds none there would put his own in place."""
+    shared, small = nn.Parameter(torch.ones(4 << 20)), nn.Parameter(torch.ones(4))
+
+    def run(step: Step) -> list[float]:
+        shared.grad = small.grad = None
+        with step():
+            taken, begun = threading.Event(), threading.Event()
+            # The shared one's gradient comes first; then this thread waits until the other run is under way.
+            first = Meets.apply(small, taken, begun).sum() + (shared * 2).sum()
+            second = Meets.apply(shared, begun, taken).sum()
+            threads = [threading.Thread(target=loss.backward) for loss in (first, second)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert shared.grad is not None
+        return shared.grad.unique().tolist()
+
+    assert run(nullcontext) == [3.0]
+    with lowtide.fit([nn.ParameterList([shared, small])], budget="256MiB", spill=tmp_path, policy="swap_all") as tide:
+        assert [run(tide.step) for _ in range(4)] == [[3.0]] * 4
+        unmanaged: Any = tide.stats()["unmanaged"]
+        assert unmanaged["gradients of backward on several threads at once"] == 1
+
+
+def test_a_budget_that_is_refused_leaves_nothing_on_the_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(1024, 1024)
+    engine = torch.autograd._engine_run_backward
+    with pytest.raises(lowtide.BudgetTooSmall):
+        lowtide.fit(model, budget=1 << 16, spill=tmp_path)
+    assert not model.weight._post_accumulate_grad_hooks
+    assert torch.autograd._engine_run_backward is engine
+
+
 def test_each_step_may_run_backward_on_a_thread_of_its_own(tmp_path: Path) -> None:
     def run(training: Training, step: Step) -> dict[str, object]:
         for _ in range(4):

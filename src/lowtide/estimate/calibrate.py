@@ -226,8 +226,8 @@ def _typical(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
 def _pages(nbytes: int) -> memoryview:
     """Return memory as our allocator's, filled with bytes that a filesystem cannot compress; unmapped when forgotten.
 
-    Private, and of huge pages where the system has them: a disk reaches memory page by page, and with those of 4 KiB, as
-    in the shared memory that an anonymous mmap is in Python, a fast one seems half as fast as it is.
+    Private, and of huge pages where the system has them: a disk reaches memory page by page, and with those of 4 KiB,
+    as in the shared memory that an anonymous mmap is in Python, a fast one seems half as fast as it is.
     """
     memory = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -22,7 +22,7 @@ class Span:
     `is_alone`: no other thread looked at a span of its own meanwhile, so what was counted is of this one.
     """
 
-    is_alone: bool
+    is_alone: bool = True
     before_bytes: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
@@ -74,11 +74,12 @@ class DeviceMemory:
     @contextmanager
     def span(self) -> Iterator[Span]:
         """Look at what happens to the live bytes inside this context."""
-        span = Span(is_alone=not self._spans)
-        for other in self._spans:
-            other.is_alone = False
-        self._spans.append(span)
+        span = Span()
+        self._spans.append(span)  # before anybody looks: of two at once, at least one sees the other
         try:
+            if len(self._spans) > 1:
+                for other in self._spans.copy():
+                    other.is_alone = False
             span.before_bytes = int(self._take_peaks()["allocated_bytes"]["all"]["current"])
             torch.accelerator.reset_peak_memory_stats(self.device)
             yield span

@@ -110,7 +110,7 @@ class Remaking(Traffic):
             found, storage = self._records.get(record), tensor.untyped_storage()
             if found is None or found.state is not Residence.DROPPED or storage.nbytes() != found.nbytes:
                 return False
-            if storage._cdata in self._by_storage:
+            if storage._cdata in self._by_storage or storage.device != self.device:
                 return False
             if found.checksum is not None and not torch.equal(_checksum(storage), found.checksum):
                 raise came_out_otherwise(found.nbytes)
@@ -132,7 +132,13 @@ class Remaking(Traffic):
     def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         stream = self._copies.before_rerun([operand for operand in operands if operand.device == self.device])
-        return self._reruns.around(stream, lambda: self._guard.again(operator, args, kwargs))
+        # A call that named no index made its result on the device that was current then, which was ours.
+        current = torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(self.device.index)
+        try:
+            return self._reruns.around(stream, lambda: self._guard.again(operator, args, kwargs))
+        finally:
+            torch.accelerator.set_device_index(current)
 
     @property
     def clock(self) -> Clock:

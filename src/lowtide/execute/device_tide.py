@@ -67,8 +67,12 @@ class DeviceTide(Tide):
                 self._backend, self._policy, least_bytes=least_bytes, remakes=recompute and not moves_nothing
             )
             self._recorder = Recorder(self._backend, models, optimizers)
-            self._runtime.know([*models, *optimizers])
-            self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
+            try:
+                self._runtime.know([*models, *optimizers])
+                self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
+            except BaseException:
+                self._runtime.close(bring_back=False)  # its hooks are on the parameters
+                raise
         except BaseException:
             self._backend.close()
             raise

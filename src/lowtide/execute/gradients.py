@@ -14,14 +14,13 @@ that somebody holds already (a view of a flat buffer, one kept from an earlier s
 Note [Taking]: a gradient is taken by a hook of its parameter, which runs while AccumulateGrad holds its mutex: nobody
 adds to it at that moment. It is noted as taken and watched before `.grad` is emptied, so an interruption anywhere in
 between finds it twice and not nowhere; and it is held until `.grad` is empty, because what `.grad` points to while it
-is being emptied must not be half freed for another thread that looks. Where backward runs on two threads at once, they
-may add to one gradient: nothing is taken from then on.
+is being emptied must not be half freed for another thread that looks. Before backward runs on a second thread at the
+same time, everything is given back, and nothing is taken from then on: see `backwards`.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
@@ -29,6 +28,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from lowtide.execute.backwards import lock, runs_alone, tell, tell_no_more
 
 _GRAD: Any = torch.nn.Parameter.grad  # as PyTorch has it, below the property
 
@@ -68,12 +69,14 @@ class Gradients(Generic[H]):
         self._least_bytes = least_bytes
         self._fake = fake
         self._hook = self._accumulated  # one object, by which it is found again
+        reference = weakref.ref(self)
+        self._before_second = lambda: _stop_if_alive(reference)
         self._hooks: list[RemovableHandle] = []
         self._most_hooks = 1024
         self._taken: dict[int, tuple[torch.nn.Parameter, H]] = {}
         self._runs: dict[int, list[torch.nn.Parameter]] = {}
-        self._thread = 0
         self._stopped = False
+        tell(self._before_second)
 
     def know(self, parameters: Iterable[torch.Tensor]) -> None:
         """Follow the gradients of parameters, or of those that these tensors are views of."""
@@ -92,7 +95,7 @@ class Gradients(Generic[H]):
 
     def give_back_one(self, parameter: torch.Tensor) -> None:
         """Put a parameter's gradient back if it was taken. It stays taken if that fails."""
-        with _lock:
+        with lock:
             taken = self._taken.get(id(parameter))
             if taken is None:
                 return
@@ -105,7 +108,7 @@ class Gradients(Generic[H]):
 
     def forget_one(self, parameter: torch.Tensor) -> None:
         """Let go of a taken gradient: it is back, or the program has put another in its place."""
-        with _lock:
+        with lock:
             self._taken.pop(id(parameter), None)
             if not self._taken:
                 _unwatch(self)
@@ -113,6 +116,7 @@ class Gradients(Generic[H]):
     def close(self) -> list[Exception]:
         """Give everything back and follow nobody any more; return why some could not be: those gradients are lost."""
         self._stopped = True
+        tell_no_more(self._before_second)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -144,11 +148,10 @@ class Gradients(Generic[H]):
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Take a gradient that is finished; see Note [Taking]."""
-        with _lock:
+        with lock:
             self.give_back_one(parameter)  # of an earlier backward, or of one around this
-            if self._is_second_thread():
-                self.give_back()
-                return
+            if not self._stopped and not runs_alone():  # a run that C++ has begun, or a thread that helps out
+                self._stop()
             run = torch._C._current_graph_task_id()
             if run < 0 or self._stopped or _reducers_may_run() or not self._is_ours_alone(parameter):
                 return
@@ -163,15 +166,13 @@ class Gradients(Generic[H]):
             _GRAD.__set__(parameter, None)
             del gradient
 
-    def _is_second_thread(self) -> bool:
-        """Tell whether backward runs on several threads at once; then nothing is taken any more, for good."""
-        thread = threading.get_ident()
-        if not self._runs:
-            self._thread = thread
-        elif self._thread != thread and not self._stopped:
-            self._stopped = True
-            self._saves.refused("gradients of backward on several threads at once")
-        return self._stopped
+    def _stop(self) -> None:
+        """Take nothing any more, for good, and have everything back: backward runs on several threads at once."""
+        with lock:
+            if not self._stopped:
+                self._stopped = True
+                self._saves.refused("gradients of backward on several threads at once")
+            self.give_back()
 
     def _ended(self, run: int) -> None:
         self._give_back(self._runs.pop(run, []))
@@ -191,6 +192,12 @@ class Gradients(Generic[H]):
             return True
         plain = not gradient.__dict__ and not gradient._backward_hooks and not weakref.getweakrefcount(gradient)
         return plain and _holders(gradient) == _holders_of_one_that_nobody_has()
+
+
+def _stop_if_alive(reference: weakref.ref[Gradients[Any]]) -> None:
+    gradients = reference()
+    if gradients is not None:
+        gradients._stop()
 
 
 def _sum(gradient: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
@@ -222,7 +229,6 @@ def _reducers_may_run() -> bool:
 
 # ---- Note [Nobody sees it gone] ----
 
-_lock = threading.RLock()
 _watching: list[Gradients[Any]] = []
 _before: list[object] = []  # what another library had put there
 
@@ -255,14 +261,14 @@ def _get(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _set(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    with _lock:
+    with lock:
         _GRAD.__set__(parameter, gradient)
         for gradients in _watching.copy():
             gradients.forget_one(parameter)
 
 
 def _delete(parameter: torch.Tensor) -> None:
-    with _lock:
+    with lock:
         _GRAD.__delete__(parameter)
         for gradients in _watching.copy():
             gradients.forget_one(parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -62,7 +62,7 @@ def devices_of(models: Sequence[torch.nn.Module], budget: BudgetLike) -> tuple[t
     if current is None:
         raise BadArgument("the budget is for a device, but this machine has no accelerator: state 'cpu' bytes")
     named = named_devices(budget)
-    if len(named) < 2:
+    if not named or (len(named) == 1 and isinstance(budget, Mapping) and "device" in budget):
         return (torch.device(current.type, torch.accelerator.current_device_index()),)
     there = [f"{current.type}:{index}" for index in range(torch.accelerator.device_count())]
     for name in named:
