@@ -2,8 +2,7 @@
 
 For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the plan and the machine that the
 runtime itself used and the trace it recorded, with the medians of several recordings as operator times, and simulates
-the same problem. Steps are recorded and measured in turns, and so is the disk, so that all see the machine as it is; no
-step is both.
+the same problem. Steps are recorded and measured in turns, so that both see the machine as it is; no step is both.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lowtide
@@ -15,14 +14,11 @@ import lowtide.execute.device_tide as runtime
 from benchmarks.agreement import MODELS, Case
 from lowtide import registry, zoo
 from lowtide.capture.builder import Recorded
-from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
 from lowtide.errors import LowtideError
-from lowtide.estimate.calibrate import SPILL, measure_link
 from lowtide.estimate.predict import with_durations
 from lowtide.execute.recorder import Recorder
 from lowtide.simulate import simulate
-from lowtide.tiers import FileMedium
 
 
 def main() -> None:
@@ -44,7 +40,6 @@ def _measure(case: Case) -> dict[str, Any]:
         budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
     recordings = _kept_recordings()
     measured: list[dict[str, Any]] = []
-    links: list[Link] = []
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
@@ -60,13 +55,11 @@ def _measure(case: Case) -> dict[str, Any]:
             stats: dict[str, Any] = tide.stats()
             if planned and not recorded:
                 measured.append({**stats, "recompute_s": stats["recompute_s"] - before["recompute_s"]})
-                links.append(_link(case.spill))
         if case.share is None:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
         plan = tide.plan()
         made_from = next(one for one in recordings if one.trace is tide.trace())
         problem = _typical(tide._problem(made_from), [tide._problem(one) for one in recordings[-case.steps :]])
-        problem = replace(problem, machine=replace(problem.machine, links={SPILL: _median(links)}))
     policy = registry.policy(case.policy)
     timeline = simulate(problem, plan, policy=policy)
     times_s = [one["last_step_s"] for one in measured]
@@ -112,25 +105,6 @@ def _typical(planned: Problem, problems: Sequence[Problem]) -> Problem:
     times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(names))]
     trace = with_durations(planned.trace, lambda index, _op: statistics.median(times_s[index]))
     return replace(planned, trace=trace, watch_s=statistics.median(one.watch_s for one in problems))
-
-
-def _link(spill: str) -> Link:
-    """Measure the disk once more, on a file of its own: it is as shared as the rest of the machine."""
-    medium = FileMedium([Path(spill)])
-    try:
-        return measure_link(medium)
-    finally:
-        medium.close()
-
-
-def _median(links: Sequence[Link]) -> Link:
-    return Link(
-        write_bytes_per_s=statistics.median(link.write_bytes_per_s for link in links),
-        read_bytes_per_s=statistics.median(link.read_bytes_per_s for link in links),
-        write_latency_s=statistics.median(link.write_latency_s for link in links),
-        read_latency_s=statistics.median(link.read_latency_s for link in links),
-        duplex=links[0].duplex,
-    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Kind, Op, Phase, Save, Storage, Trace
-from lowtide.execute.steps import Matcher, StepPlan, Turn, compile_plan
+from lowtide.execute.steps import Matcher, StepPlan, Turn, as_asked, compile_plan
 from lowtide.plan.curve import Curve
 
 
@@ -210,6 +210,18 @@ def test_a_prefetch_takes_no_memory_that_the_plan_leaves_to_operators_before_it(
     assert due(70, *swaps) == {3: (0, 1), 4: (2,)}, "the third is asked for when the first is used"
     assert due(50, *swaps) == {4: (1, 2)}, "the first is used before it could be asked for"
     assert due(50, swap(0, 2, 8, 4)) == {3: (0,)}, "as planned: nothing comes earlier than that"
+
+
+def test_the_plan_that_is_executed_asks_for_reads_where_the_program_has_events() -> None:
+    def asked(*swaps: Swap, budget_bytes: int = 80) -> list[int]:
+        plan = Plan(policy="test", budget_bytes=budget_bytes, swaps=swaps)
+        return [one.fetch_op for one in as_asked(plan, RECORDED, Curve([0, 0, 0, 0, 75, 75, 0, 0, 0, 0])).swaps]
+
+    assert asked(swap(0, 2, 8, 5)) == [7], "the first event once operator 5 may begin"
+    assert asked(swap(0, 2, 8, 7)) == [7]
+    assert asked(swap(0, 2, 8, 8)) == [8], "on demand"
+    assert asked(swap(1, 3, 7, 5), budget_bytes=90) == [2], "the last event before: the next is its use"
+    assert asked(swap(1, 3, 7, 5)) == [7], "which operator 4 leaves no room for"
 
 
 def test_prefetches_of_one_event_are_asked_for_in_the_plans_order() -> None:

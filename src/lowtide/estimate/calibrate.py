@@ -7,7 +7,6 @@ the time the link is taken for one of them, so plans that treat the link as excl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import os
@@ -30,7 +29,6 @@ SPILL = "spill"
 
 _SIZES_BYTES = (256 * 2**10, 2**20, 4 * 2**20, 8 * 2**20)
 _IN_FLIGHT = 2
-_HUGE_BYTES = 2 * 2**20
 _ROUNDS = 6
 _PATIENCE_S = 1.0
 
@@ -224,17 +222,8 @@ def _typical(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
 
 
 def _pages(nbytes: int) -> memoryview:
-    """Return memory as our allocator's, filled with bytes that a filesystem cannot compress; unmapped when forgotten.
-
-    Private, and of huge pages where the system has them: a disk reaches memory page by page, and with those of 4 KiB,
-    as in the shared memory that an anonymous mmap is in Python, a fast one seems half as fast as it is.
-    """
-    memory = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES
-    view = memoryview(memory)[begin : begin + nbytes]
+    """Return page-aligned memory filled with bytes that a filesystem cannot compress; it is unmapped when forgotten."""
+    view = memoryview(mmap.mmap(-1, nbytes))
     view[:] = os.urandom(nbytes)
     return view
 

@@ -26,7 +26,7 @@ _engines: list[Any] = []
 def tell(before_second: Callable[[], None]) -> None:
     """Call this whenever backward is about to run on one thread while it does on another."""
     with lock:
-        if not _told:
+        if not _told and hasattr(_autograd, "_engine_run_backward"):  # else nobody ever runs alone, as far as is known
             _engines.append(_autograd._engine_run_backward)
             _autograd._engine_run_backward = _run
         _told.append(before_second)
@@ -37,7 +37,7 @@ def tell_no_more(before_second: Callable[[], None]) -> None:
     with lock:
         if before_second in _told:
             _told.remove(before_second)
-            if not _told:
+            if not _told and _engines:
                 _autograd._engine_run_backward = _engines.pop()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lowtide.capture.builder import Recorded
@@ -122,8 +122,8 @@ class _Requests:
         self._budget_bytes = plan.budget_bytes
         self._bytes_at = bytes_at
 
-    def add(self, swap: Swap, key: int, end_op: int) -> None:
-        """Ask for a read whose storage, or key, is used at `end_op`."""
+    def add(self, swap: Swap, key: int, end_op: int) -> int | None:
+        """Ask for a read whose storage, or key, is used at `end_op`; return the event (None: at the use itself)."""
         positions = self._recorded.positions
         event = bisect_left(positions, swap.fetch_op)
         if event == len(positions) or positions[event] >= end_op:
@@ -131,8 +131,9 @@ class _Requests:
             if self._fits(swap, positions[before]):
                 event = before
             elif event == len(positions) or event in self._recorded.use_events[key]:
-                return
+                return None
         self.due.setdefault(event, []).append(key)
+        return event
 
     def _fits(self, swap: Swap, early_op: int) -> bool:
         """Tell whether a read may begin earlier than planned, and count with it if so."""
@@ -144,6 +145,19 @@ class _Requests:
             return False
         self._bytes_at.add(early_op, swap.fetch_op, nbytes)
         return True
+
+
+def as_asked(plan: Plan, recorded: Recorded, bytes_at: Curve) -> Plan:
+    """Return the plan with every read at the operator before which the runtime asks for it: what is executed."""
+    ends, requests = _Ends(recorded.trace, recorded.positions), _Requests(plan, recorded, bytes_at)
+    fetch_op: dict[Swap, int] = {}
+    for swap in sorted(plan.swaps, key=_by_request):
+        key, end_op, _ = ends.of(swap.gap)
+        if swap.fetch_op < end_op:
+            event = requests.add(swap, key, end_op)
+            fetch_op[swap] = _due_op(swap) if event is None else min(recorded.positions[event], _due_op(swap))
+    swaps = tuple(replace(swap, fetch_op=fetch_op.get(swap, swap.fetch_op)) for swap in plan.swaps)
+    return replace(plan, swaps=swaps)
 
 
 def compile_plan(
@@ -198,8 +212,11 @@ def compile_plan(
 
 def _by_request(swap: Swap) -> tuple[int, int, Gap]:
     """Return a swap's place among requests: by operator; at one operator, or one event, what is due first is first."""
-    due_op = swap.gap.before_op if swap.arrived_op is None else swap.arrived_op
-    return swap.fetch_op, due_op, swap.gap
+    return swap.fetch_op, _due_op(swap), swap.gap
+
+
+def _due_op(swap: Swap) -> int:
+    return swap.gap.before_op if swap.arrived_op is None else swap.arrived_op
 
 
 def _frozen(events: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:

@@ -94,7 +94,7 @@ class Tide(ABC):
 
     @abstractmethod
     def plan(self, device: str | None = None) -> Plan | None:
-        """Return the plan made last (None before the first step has ended)."""
+        """Return the plan made last, as it is executed (None before the first step has ended)."""
 
     @abstractmethod
     def machine_of(self, device: str | None = None) -> Machine:
