@@ -16,7 +16,9 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.execute.accelerator import AcceleratorBackend
 from lowtide.memory.budget import Budgets, names_accelerator, parse_device_budget
+from lowtide.tiers.file import FileMedium
 from tests.accelerator.devices import CAPACITY_BYTES, NAME, shake
 from tests.accelerator.devices import device as the_device
 
@@ -185,3 +187,35 @@ def test_the_devices_own_peak_never_passes_the_budget_and_results_are_exact(
         torch.accelerator.synchronize()
         shake(None)
     assert CAPACITY_BYTES > 0
+
+
+def test_room_is_made_though_another_thread_takes_what_was_given_up(tmp_path: Path) -> None:
+    """As where backward's threads for two devices both allocate on this one."""
+    device, nbytes = the_device(), 2 << 20
+    backend = AcceleratorBackend(FileMedium([tmp_path]), device=device, host_bytes=16 << 20)
+    records = []
+    theirs: list[torch.Tensor] = []
+
+    def on_pressure(_need_bytes: int) -> int:
+        backend.events()
+        if records:
+            assert backend.write(records.pop(0), nbytes)
+            if not theirs:  # what is live is the same after this round as before
+                with backend._lock:
+                    backend._land(nbytes)
+                theirs.append(torch.zeros(nbytes // 4, device=device))
+        return 0
+
+    gc.collect()
+    packs = [backend.pack(torch.ones(nbytes // 4, device=device)) for _ in range(3)]
+    records = [packed.record for packed in packs]
+    backend.open(budget_bytes=torch.accelerator.memory_allocated(device), on_pressure=on_pressure)
+    try:
+        assert backend.make_room(nbytes)
+        assert len(theirs) == 1
+        assert len(records) == 1, "one for them, one for us"
+        assert not backend.make_room(4 * nbytes), "three at most: nothing more can leave"
+    finally:
+        for packed in packs:
+            backend.close_pack(packed.pack)
+        backend.close(bring_back=False)

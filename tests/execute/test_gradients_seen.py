@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,27 @@ from tests.execute.test_gradients import (
 from tests.execute.training import NO_PRESSURE_BYTES, Training, digest
 
 
+def at_once(works: Iterable[Callable[[], object]]) -> None:
+    """Do each on a thread of its own, all at the same time."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def steps_by(backward: Callable[[Training], None], training: Training, step: Step) -> dict[str, object]:
+    """Train four steps whose forward and backward is this; return everything that must be equal."""
+    for _ in range(4):
+        with step():
+            backward(training)
+            training.gradients.append("".join(digest(p.grad) for p in training.model.parameters()))
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        training.done += 1
+    return training.result()
+
+
 @pytest.mark.parametrize("readers", [1, 3])
 def test_threads_that_read_a_gradient_while_backward_runs_see_all_of_it_or_nothing(
     readers: int, tmp_path: Path
@@ -44,11 +65,7 @@ def test_threads_that_read_a_gradient_while_backward_runs_see_all_of_it_or_nothi
     seen: set[str] = set()
 
     def read(_parameter: Tensor) -> None:
-        threads = [threading.Thread(target=lambda: seen.add(digest(weight.grad))) for _ in range(readers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(lambda: seen.add(digest(weight.grad)) for _ in range(readers))
 
     after_gradient(training.model.body[0].weight, read)
     with swapping(training, Latency(FileMedium([tmp_path]), read_s=0.01)) as tide:  # type: ignore[arg-type]
@@ -68,11 +85,7 @@ def test_two_runs_of_backward_at_once_add_up(tmp_path: Path) -> None:
         model.zero_grad()
         with step():
             losses = [model(x).square().sum() for _ in range(2)]
-            threads = [threading.Thread(target=loss.backward) for loss in losses]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            at_once(loss.backward for loss in losses)
         return [digest(parameter.grad) for parameter in model.parameters()]
 
     expected = run(nullcontext)
@@ -109,11 +122,7 @@ def test_a_run_of_backward_that_begins_while_a_gradient_is_away_finds_it(tmp_pat
             # The shared one's gradient comes first; then this thread waits until the other run is under way.
             first = Meets.apply(small, taken, begun).sum() + (shared * 2).sum()
             second = Meets.apply(shared, begun, taken).sum()
-            threads = [threading.Thread(target=loss.backward) for loss in (first, second)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            at_once((first.backward, second.backward))
         assert shared.grad is not None
         return shared.grad.unique().tolist()
 
@@ -134,25 +143,15 @@ def test_a_budget_that_is_refused_leaves_nothing_on_the_parameters(tmp_path: Pat
 
 
 def test_each_step_may_run_backward_on_a_thread_of_its_own(tmp_path: Path) -> None:
-    def run(training: Training, step: Step) -> dict[str, object]:
-        for _ in range(4):
-            with step():
-                loss = training.loss()
-                thread = threading.Thread(target=loss.backward)
-                thread.start()
-                thread.join()
-                training.gradients.append("".join(digest(p.grad) for p in training.model.parameters()))
-                training.optimizer.step()
-                training.optimizer.zero_grad()
-            training.done += 1
-        return training.result()
+    def backward(training: Training) -> None:
+        at_once([training.loss().backward])
 
     training = heavy()
     with swapping(training, tmp_path) as tide:
-        got = run(training, tide.step)
+        got = steps_by(backward, training, tide.step)
         assert moved_gradient_bytes(tide) > 0
         assert tide.stats()["unmanaged"] == {}
-    assert got == run(heavy(), nullcontext)
+    assert got == steps_by(backward, heavy(), nullcontext)
 
 
 def exchange_empty(weight: nn.Parameter) -> Callable[[Tensor], None]:
@@ -288,23 +287,16 @@ def test_a_graph_on_a_gradient_survives_a_backward_around_it(tmp_path: Path) -> 
 
 
 def test_gradients_of_weights_that_autograd_saves_only_as_casts_leave_too(tmp_path: Path) -> None:
-    def run(training: Training, step: Step) -> dict[str, object]:
-        for _ in range(3):
-            with step():
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = training.loss()
-                loss.backward()
-                training.gradients.append("".join(digest(p.grad) for p in training.model.parameters()))
-                training.optimizer.step()
-                training.optimizer.zero_grad()
-            training.done += 1
-        return training.result()
+    def backward(training: Training) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = training.loss()
+        loss.backward()
 
     training = heavy()
     with swapping(training, tmp_path) as tide:
-        got = run(training, tide.step)
+        got = steps_by(backward, training, tide.step)
         assert moved_gradient_bytes(tide) > 0
-    assert got == run(heavy(), nullcontext)
+    assert got == steps_by(backward, heavy(), nullcontext)
 
 
 def test_parameters_can_still_be_swapped_whole(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Kind, Op, Phase, Save, Storage, Trace
-from lowtide.execute.steps import Matcher, StepPlan, Turn, as_asked, compile_plan
+from lowtide.execute.steps import Matcher, Requests, StepPlan, Turn, compile_plan
 from lowtide.plan.curve import Curve
 
 
@@ -203,7 +203,7 @@ def test_a_prefetch_takes_no_memory_that_the_plan_leaves_to_operators_before_it(
     def due(limit_bytes: int, *swaps: Swap) -> dict[int, tuple[int, ...]]:
         plan = Plan(policy="test", budget_bytes=limit_bytes, swaps=swaps)
         bytes_at = Curve([0, 0, 0, 0, 0, 50, 0, 0, 0])
-        return dict(compile_plan(plan, recorded, range(7), bytes_at=bytes_at).due)
+        return dict(compile_plan(plan, recorded, range(7), requests=Requests(plan, recorded, bytes_at)).due)
 
     swaps = (swap(0, 2, 8, 6), swap(1, 3, 8, 6), swap(2, 4, 8, 6))
     assert due(80, *swaps) == {3: (0, 1, 2)}
@@ -215,7 +215,8 @@ def test_a_prefetch_takes_no_memory_that_the_plan_leaves_to_operators_before_it(
 def test_the_plan_that_is_executed_asks_for_reads_where_the_program_has_events() -> None:
     def asked(*swaps: Swap, budget_bytes: int = 80) -> list[int]:
         plan = Plan(policy="test", budget_bytes=budget_bytes, swaps=swaps)
-        return [one.fetch_op for one in as_asked(plan, RECORDED, Curve([0, 0, 0, 0, 75, 75, 0, 0, 0, 0])).swaps]
+        requests = Requests(plan, RECORDED, Curve([0, 0, 0, 0, 75, 75, 0, 0, 0, 0]))
+        return [one.fetch_op for one in requests.as_plan(plan).swaps]
 
     assert asked(swap(0, 2, 8, 5)) == [7], "the first event once operator 5 may begin"
     assert asked(swap(0, 2, 8, 7)) == [7]

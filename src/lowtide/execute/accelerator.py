@@ -143,12 +143,15 @@ class AcceleratorBackend(Remaking):
     def make_room(self, need_bytes: int) -> bool:
         """Let records leave until `need_bytes` more fit; return whether they do. Waits only for pinned memory."""
         while (lacking_bytes := self._lacking_bytes(need_bytes)) > 0:
+            given_up = self._given_up
             with self._lock:
                 self._settle()  # what has landed meanwhile costs nobody a wait
             self._on_pressure(self._lacking_bytes(need_bytes))
             with self._lock:
                 self._land(self._lacking_bytes(need_bytes))
-            if self._lacking_bytes(need_bytes) >= lacking_bytes and not self._wait_for_host_memory():
+            # Another of autograd's threads may have taken what this one has given up: then there is hope as well.
+            got_on = self._given_up > given_up or self._lacking_bytes(need_bytes) < lacking_bytes
+            if not got_on and not self._wait_for_host_memory():
                 return False
         return True
 

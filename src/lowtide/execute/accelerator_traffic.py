@@ -64,6 +64,7 @@ class Traffic:
         self._watched: dict[int, None] = {}
         self._empty: dict[torch.dtype, torch.Tensor] = {}
         self._said_kept = ""
+        self._given_up = 0  # blocks, so far
         _open_backends.add(self)
 
     @property
@@ -233,6 +234,7 @@ class Traffic:
             with aside():
                 self._copies.before_free(end.storage, end.copies)
             need_bytes -= end.nbytes
+            self._given_up += 1
             before_bytes = self._memory.allocated_bytes()
             del end
             self._moved(before_bytes)
@@ -245,6 +247,7 @@ class Traffic:
 
     def _give_up(self, record: Record) -> None:
         assert record.storage is not None, f"record {record.number} is away already"
+        self._given_up += 1
         self._by_storage.pop(record.cdata, None)
         with aside():
             self._copies.before_free(record.storage, record.copies())

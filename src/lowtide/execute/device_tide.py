@@ -22,9 +22,8 @@ from lowtide.execute.opening import Opened
 from lowtide.execute.recorder import Recorder
 from lowtide.execute.refusals import concerns
 from lowtide.execute.runtime import Runtime
-from lowtide.execute.steps import as_asked, compile_plan
+from lowtide.execute.steps import Requests, compile_plan
 from lowtide.execute.tide import Tide
-from lowtide.plan.curve import Curve
 from lowtide.plan.policy import Observes, Policy
 from lowtide.plan.sweep import planned_bytes
 
@@ -185,12 +184,9 @@ class DeviceTide(Tide):
 
     def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
         plan, recorded = planned.plan, planned.recorded
-
-        def bytes_at() -> Curve:
-            return planned_bytes(planned.problem, plan.swaps, plan.recomputes)
-
-        self._plan = as_asked(plan, recorded, bytes_at())
-        self._runtime.matcher.add(compile_plan(plan, recorded, signature, bytes_at=bytes_at()))
+        requests = Requests(plan, recorded, planned_bytes(planned.problem, plan.swaps, plan.recomputes))
+        self._plan = requests.as_plan(plan)
+        self._runtime.matcher.add(compile_plan(plan, recorded, signature, requests=requests))
         if isinstance(self._policy, Observes):
             self._planned.pop(signature, None)
             self._planned[signature] = planned

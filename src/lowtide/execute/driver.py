@@ -36,7 +36,7 @@ class Driver(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def _let_go(self) -> None:
+    def _leave_early(self) -> None:
         """Send away what is to leave before long anyway: it goes before any victim."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Driver(ABC):
             with self._lock:
                 self._settle()
                 self.backend.forget_freed()  # what others freed meanwhile is room too
-                self._let_go()
+                self._leave_early()
                 self._settle()
                 held = True
                 while held:

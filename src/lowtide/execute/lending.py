@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lowtide.execute.modes import aside
+
 # What lends a tensor's memory (`numpy.asarray` and its like end here too), and how FSDP gives parameters up meanwhile.
 _WAYS: tuple[tuple[type, str], ...] = (
     (torch.Tensor, "numpy"),
@@ -32,6 +34,14 @@ class Lending:
         _told.remove(self._before)
         if not _told:
             _put_back()
+
+
+def as_tensor(owned: torch.Tensor | torch.UntypedStorage) -> torch.Tensor | None:
+    """Return what is lent as a tensor (None: it has no memory that could be lent)."""
+    if isinstance(owned, torch.Tensor):
+        return owned if owned.layout is torch.strided else None
+    with aside():
+        return torch.empty(0, dtype=torch.uint8, device=owned.device).set_(owned)
 
 
 # One for each device that is watched: they come and go in any order, so the ways are replaced once for all of them.

@@ -40,13 +40,24 @@ class OwnMode(TorchDispatchMode):
             mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Be off, on this thread, where it is on; modes that the program has on above stay."""
+        """Be off, on this thread, where it is on; modes above stay.
+
+        Ours are left and entered again: each remembers what it found below it. The program's are not told.
+        """
         above: list[TorchDispatchMode] = []
-        while _get_current_dispatch_mode() is not self:
-            above.append(_pop_mode())
+        while (mode := _get_current_dispatch_mode()) is not self:
+            assert mode is not None, "it is not on"
+            above.append(mode)
+            if isinstance(mode, OwnMode):
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            else:
+                _pop_mode()
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for mode in reversed(above):
-            _push_mode(mode)
+            if isinstance(mode, OwnMode):
+                mode.__enter__()  # type: ignore[no-untyped-call]
+            else:
+                _push_mode(mode)
 
     @property
     def is_on(self) -> bool:

@@ -28,8 +28,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.execute.hooks import is_parameter, unmanaged_reason
-from lowtide.execute.lending import Lending
-from lowtide.execute.modes import OwnMode, aside, can_watch, is_aside, program_has_modes
+from lowtide.execute.lending import Lending, as_tensor
+from lowtide.execute.modes import OwnMode, can_watch, is_aside, program_has_modes
 from lowtide.execute.neighbourhoods import Neighbourhoods
 from lowtide.execute.numerics import numerics
 from lowtide.execute.recipes import (
@@ -357,14 +357,11 @@ class Remaker(OwnMode):
         """See to it that nothing will be made from memory that somebody gets who writes without a call."""
         if not self._active or is_aside() or owned.device != self._backend.device:
             return
-        if isinstance(owned, torch.UntypedStorage):
-            with aside():
-                owned = torch.empty(0, dtype=torch.uint8, device=owned.device).set_(owned)
-        elif owned.layout is not torch.strided:
-            return
-        serial = self._backend.serial(owned)
-        self._before_write(serial)
-        self._changed(None, [serial])
+        tensor = as_tensor(owned)
+        if tensor is not None:
+            serial = self._backend.serial(tensor)
+            self._before_write(serial)
+            self._changed(None, [serial])
 
     # ---- making ----
 
@@ -398,6 +395,6 @@ class Remaker(OwnMode):
                         if record in self._left:
                             self._release(record)
                     elif self._records.is_dropped(record):
-                        raise AssertionError(f"record {record} was made again with another size")
+                        raise AssertionError(f"record {record} was made again with another size, or on another device")
             self.ran += made.calls
             self._host_s += time.perf_counter() - begun

@@ -340,7 +340,7 @@ class Runtime(Driver):
         if dropped:
             self._run(self.machine.on(e.Leave(dropped, drop=self._remakes)))
 
-    def _let_go(self) -> None:
+    def _leave_early(self) -> None:
         """Send away what the plan does at the next event: it may have wanted that before the operator that runs now."""
         plan, event = self.matcher.followed, len(self.matcher.signature)
         if plan is not None:

@@ -108,22 +108,36 @@ class _Going:
             self.events.setdefault(event, []).append(key)
 
 
-class _Requests:
+class Requests:
     """At which event each read is asked for: the first once its operator may begin, so that memory is there.
 
     Where the program has no event between that operator and the use, it is the last event before, if the plan leaves
     room for that from there on; else operators would throw out again what came too early, and the read is asked for
-    with the first of those that are used at the same time.
+    with the first of those that are used at the same time. `bytes_at` are the bytes that the plan has in memory at
+    every operator (None: there is room), `event_of` are the events; what is asked for at its use is not among them.
     """
 
-    def __init__(self, plan: Plan, recorded: Recorded, bytes_at: Curve | None) -> None:
-        self.due: dict[int, list[int]] = {}
+    def __init__(self, plan: Plan, recorded: Recorded, bytes_at: Curve | None = None) -> None:
+        self.event_of: dict[Swap, int] = {}
         self._recorded = recorded
         self._budget_bytes = plan.budget_bytes
         self._bytes_at = bytes_at
+        ends = _Ends(recorded.trace, recorded.positions)
+        for swap in sorted(plan.swaps, key=_by_request):
+            key, end_op, _ = ends.of(swap.gap)
+            if swap.fetch_op < end_op:
+                self._place(swap, key, end_op)
 
-    def add(self, swap: Swap, key: int, end_op: int) -> int | None:
-        """Ask for a read whose storage, or key, is used at `end_op`; return the event (None: at the use itself)."""
+    def as_plan(self, plan: Plan) -> Plan:
+        """Return the plan with every read at the operator before which it is asked for: what is executed."""
+        return replace(plan, swaps=tuple(replace(swap, fetch_op=self._fetch_op(swap)) for swap in plan.swaps))
+
+    def _fetch_op(self, swap: Swap) -> int:
+        event = self.event_of.get(swap)
+        return _due_op(swap) if event is None else min(self._recorded.positions[event], _due_op(swap))
+
+    def _place(self, swap: Swap, key: int, end_op: int) -> None:
+        """Find the event for a read whose storage, or key, is used at `end_op`."""
         positions = self._recorded.positions
         event = bisect_left(positions, swap.fetch_op)
         if event == len(positions) or positions[event] >= end_op:
@@ -131,9 +145,8 @@ class _Requests:
             if self._fits(swap, positions[before]):
                 event = before
             elif event == len(positions) or event in self._recorded.use_events[key]:
-                return None
-        self.due.setdefault(event, []).append(key)
-        return event
+                return
+        self.event_of[swap] = event
 
     def _fits(self, swap: Swap, early_op: int) -> bool:
         """Tell whether a read may begin earlier than planned, and count with it if so."""
@@ -147,40 +160,28 @@ class _Requests:
         return True
 
 
-def as_asked(plan: Plan, recorded: Recorded, bytes_at: Curve) -> Plan:
-    """Return the plan with every read at the operator before which the runtime asks for it: what is executed."""
-    ends, requests = _Ends(recorded.trace, recorded.positions), _Requests(plan, recorded, bytes_at)
-    fetch_op: dict[Swap, int] = {}
-    for swap in sorted(plan.swaps, key=_by_request):
-        key, end_op, _ = ends.of(swap.gap)
-        if swap.fetch_op < end_op:
-            event = requests.add(swap, key, end_op)
-            fetch_op[swap] = _due_op(swap) if event is None else min(recorded.positions[event], _due_op(swap))
-    swaps = tuple(replace(swap, fetch_op=fetch_op.get(swap, swap.fetch_op)) for swap in plan.swaps)
-    return replace(plan, swaps=swaps)
-
-
 def compile_plan(
-    plan: Plan, recorded: Recorded, signature: Sequence[int], *, bytes_at: Curve | None = None
+    plan: Plan, recorded: Recorded, signature: Sequence[int], *, requests: Requests | None = None
 ) -> StepPlan:
     """Return a plan over operators as one over the events of the step that was recorded.
 
-    `bytes_at` are the bytes that the plan has in memory at every operator: see `_Requests`. Barriers fall on the first
-    event once the write or read they wait for can have been asked for. What would be made by operators that were not
-    seen as calls is swapped instead.
+    `requests`: when reads are asked for (None: as if there were always room). Barriers fall on the first event once the
+    write or read they wait for can have been asked for. What would be made by operators that were not seen as calls is
+    swapped instead.
     """
     positions = recorded.positions
     ends = _Ends(recorded.trace, positions)
     swapped, dropped = _Going(), _Going()
-    requests = _Requests(plan, recorded, bytes_at)
+    event_of = (requests or Requests(plan, recorded)).event_of
+    due: dict[int, list[int]] = {}
     awaited: dict[int, list[int]] = {}
     for swap in sorted(plan.swaps, key=lambda swap: (swap.gap.after_op, swap.gap)):
         key, _, event = ends.of(swap.gap)
         swapped.add(key, event)
     for swap in sorted(plan.swaps, key=_by_request):
-        key, end_op, _ = ends.of(swap.gap)
-        if swap.fetch_op < end_op:
-            requests.add(swap, key, end_op)
+        key, _, _ = ends.of(swap.gap)
+        if swap in event_of:
+            due.setdefault(event_of[swap], []).append(key)
         for barrier_op in (swap.landed_op, swap.arrived_op):
             if barrier_op is not None and barrier_op < swap.gap.before_op:
                 awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
@@ -198,14 +199,14 @@ def compile_plan(
         signature=tuple(signature),
         swapped=frozenset(swapped.keys),
         dropped=frozenset(dropped.keys),
-        due=_frozen(requests.due),
+        due=_frozen(due),
         leave=_frozen(swapped.events),
         forget=_frozen(dropped.events),
         calls=frozenset(calls),
         together={key: tuple(keys) for keys in together.values() for key in keys},
         uses=dict(enumerate(recorded.use_events)),
         awaited=_frozen(awaited),
-        stage=_staged(swapped.keys, requests.due, recorded.use_events),
+        stage=_staged(swapped.keys, due, recorded.use_events),
         needs=recorded.needs,
     )
 
