@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import lowtide
@@ -16,8 +16,11 @@ from lowtide import registry, zoo
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Problem
 from lowtide.errors import LowtideError
+from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.predict import with_durations
+from lowtide.estimate.traffic import Traffic, link_seen
 from lowtide.execute.recorder import Recorder
+from lowtide.execute.tide import Tide
 from lowtide.simulate import simulate
 
 
@@ -40,6 +43,7 @@ def _measure(case: Case) -> dict[str, Any]:
         budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
     recordings = _kept_recordings()
     measured: list[dict[str, Any]] = []
+    carried: Traffic | None = None
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
@@ -50,35 +54,47 @@ def _measure(case: Case) -> dict[str, Any]:
             if index == case.warmup_steps:
                 runtime._MOST_LESSONS = 0  # Capuchin has changed its plan by its waits: now it is settled
             before: dict[str, Any] = tide.stats()
+            traffic = _traffic(tide)
             with tide.step():
                 training.step()
             stats: dict[str, Any] = tide.stats()
-            if planned and not recorded:
+            if planned and recorded:
+                since = _traffic(tide).plus(traffic, times=-1)
+                carried = since if carried is None else carried.plus(since)
+            elif planned:
                 measured.append({**stats, "recompute_s": stats["recompute_s"] - before["recompute_s"]})
         if case.share is None:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
         plan = tide.plan()
         made_from = next(one for one in recordings if one.trace is tide.trace())
-        problem = _typical(tide._problem(made_from), [tide._problem(one) for one in recordings[-case.steps :]])
+        problem = tide._problem(made_from)
+        assert carried is not None
+        link = link_seen(problem.machine.links[SPILL], carried)
+        problem = replace(problem, machine=replace(problem.machine, links={SPILL: link}))
+        problems = _as_recorded(problem, [tide._problem(one) for one in recordings[-case.steps :]])
     policy = registry.policy(case.policy)
-    timeline = simulate(problem, plan, policy=policy)
+    timelines = [simulate(one, plan, policy=policy) for one in problems]
+    simulated_s = statistics.median(one.step_s for one in timelines)
+    simulated_peak_bytes = max(one.peak_bytes for one in timelines)
     times_s = [one["last_step_s"] for one in measured]
     measured_s = statistics.median(times_s)
     peak_bytes = max(one["last_step_peak_bytes"] for one in measured)
     return {
         "budget_bytes": budget_bytes,
         "peak_bytes": peak_bytes,
-        "simulated_peak_bytes": timeline.peak_bytes,
-        "peak_ratio": timeline.peak_bytes / peak_bytes,
+        "simulated_peak_bytes": simulated_peak_bytes,
+        "peak_ratio": simulated_peak_bytes / peak_bytes,
+        "link": asdict(link),
         "measured_s": measured_s,
         "steps_s": times_s,
-        "simulated_s": timeline.step_s,
-        "time_ratio": timeline.step_s / measured_s,
-        "compute_s": timeline.compute_s,
-        "stall_s": timeline.stall_s,
+        "simulated_s": simulated_s,
+        "simulated_steps_s": [one.step_s for one in timelines],
+        "time_ratio": simulated_s / measured_s,
+        "compute_s": statistics.median(one.compute_s for one in timelines),
+        "stall_s": statistics.median(one.stall_s for one in timelines),
         "measured_stall_s": statistics.median(one["last_step_stall_s"] for one in measured),
-        "moved_out_bytes": timeline.moved_out_bytes,
-        "recompute_s": timeline.recompute_s,
+        "moved_out_bytes": timelines[0].moved_out_bytes,
+        "recompute_s": statistics.median(one.recompute_s for one in timelines),
         "measured_recompute_s": statistics.median(one["recompute_s"] for one in measured),
     }
 
@@ -98,13 +114,28 @@ def _kept_recordings() -> list[Recorded]:
     return kept
 
 
-def _typical(planned: Problem, problems: Sequence[Problem]) -> Problem:
-    """Return the problem that was planned, with the medians of several recordings as every operator's times."""
+def _traffic(tide: Tide) -> Traffic:
+    traffic = tide._backend.usage().traffic  # type: ignore[attr-defined]
+    assert isinstance(traffic, Traffic)
+    return traffic
+
+
+def _as_recorded(planned: Problem, problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problem that was planned, once for each recording of the same operators, with the times of that one.
+
+    Not one problem with the median of every operator: where each step is disturbed at some operator or other, the
+    medians add up to less than any of the steps.
+    """
     names = [op.name for op in planned.trace.ops]
-    alike = [one.trace for one in (planned, *problems) if [op.name for op in one.trace.ops] == names]
-    times_s = [[one.ops[index].duration_s for one in alike] for index in range(len(names))]
-    trace = with_durations(planned.trace, lambda index, _op: statistics.median(times_s[index]))
-    return replace(planned, trace=trace, watch_s=statistics.median(one.watch_s for one in problems))
+    alike = [one for one in problems if [op.name for op in one.trace.ops] == names]
+    return [
+        replace(
+            planned,
+            trace=with_durations(planned.trace, lambda index, _op, ops=one.trace.ops: ops[index].duration_s),
+            watch_s=one.watch_s,
+        )
+        for one in alike
+    ]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ MACHINE = Machine(
     name="box",
     links={
         "spill": Link(write_bytes_per_s=1 / 3e-9, read_bytes_per_s=2e9, write_latency_s=0.1 + 0.2, duplex=True),
-        "null": Link(write_bytes_per_s=math.inf, read_bytes_per_s=math.inf),
+        "null": Link(write_bytes_per_s=math.inf, read_bytes_per_s=math.inf, idle_speedup=2.25),
     },
     source="measured",
     flops_per_s=1.4e13,
@@ -128,7 +128,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
 def test_a_newer_version_is_refused_with_both_numbers(value: serialize.Saveable) -> None:
     message = refused(rewritten(value, lambda document: document.update(version=7)))
     assert "version 7" in message
-    current = 1 if isinstance(value, Timeline) else 2
+    current = {Timeline: 1, Machine: 3}.get(type(value), 2)
     assert f"version {current}: upgrade Lowtide" in message
 
 
@@ -142,6 +142,8 @@ def as_version_1(value: serialize.Saveable, *, version: int) -> bytes:
         elif isinstance(value, Machine):
             for name in ("flops_per_s", "memory_bytes_per_s", "capacity_bytes", "page_bytes", "page_fault_s"):
                 del document[name]
+            for link in document["links"].values():
+                del link["idle_speedup"]
         else:
             del document["trials"], document["recomputes"], document["prediction"]["recompute_s"]
             del document["swaps"]["landed_op"], document["swaps"]["arrived_op"]
@@ -153,7 +155,8 @@ def as_version_1(value: serialize.Saveable, *, version: int) -> bytes:
 def test_a_file_of_version_1_is_read_with_defaults_for_what_came_later() -> None:
     old_trace = replace(TRACE, ops=tuple(replace(op, flops=0.0) for op in TRACE.ops))
     assert serialize.loads(as_version_1(TRACE, version=1)) == old_trace
-    old_machine = Machine(name="box", links=MACHINE.links, source="measured")
+    old_links = {tier: replace(link, idle_speedup=1.0) for tier, link in MACHINE.links.items()}
+    old_machine = Machine(name="box", links=old_links, source="measured")
     assert serialize.loads(as_version_1(MACHINE, version=1)) == old_machine
     assert PLAN.prediction is not None
     assert serialize.loads(as_version_1(PLAN, version=1)) == replace(
@@ -168,6 +171,20 @@ def test_a_file_of_version_1_is_read_with_defaults_for_what_came_later() -> None
 @pytest.mark.parametrize("value", [TRACE, MACHINE, PLAN], ids=lambda value: type(value).__name__)
 def test_a_file_of_version_2_without_what_came_with_it_is_damaged(value: serialize.Saveable) -> None:
     assert "damaged" in refused(as_version_1(value, version=2))
+
+
+def test_a_machine_of_version_2_has_links_of_one_rate_and_one_of_version_3_says_its_own() -> None:
+    def shrink(document: dict[str, Any]) -> None:
+        for link in document["links"].values():
+            del link["idle_speedup"]
+
+    def label(document: dict[str, Any]) -> None:
+        shrink(document)
+        document["version"] = 2
+
+    links = {tier: replace(link, idle_speedup=1.0) for tier, link in MACHINE.links.items()}
+    assert serialize.loads(rewritten(MACHINE, label)) == replace(MACHINE, links=links)
+    assert "damaged" in refused(rewritten(MACHINE, shrink))
 
 
 def test_starts_that_are_no_sums_of_durations_are_kept() -> None:

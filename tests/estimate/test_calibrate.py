@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,48 @@ def test_a_link_is_measured_as_it_is(link: Link) -> None:
     assert found.read_latency_s == pytest.approx(link.read_latency_s, rel=0.01)
 
 
+def test_a_link_is_measured_beside_work_and_while_there_is_none() -> None:
+    disk = PretendDisk(FAST)
+
+    def work() -> None:
+        """Takes half of what the disk can do, from now on."""
+        with disk.lock:
+            disk.link = replace(
+                FAST,
+                write_bytes_per_s=FAST.write_bytes_per_s / 2,
+                read_bytes_per_s=FAST.read_bytes_per_s / 2,
+                write_latency_s=FAST.write_latency_s * 2,
+                read_latency_s=FAST.read_latency_s * 2,
+            )
+        time.sleep(1e-3)
+
+    found = measure_link(disk, clock=lambda: disk.now_s, work=work)
+    assert found.idle_speedup == pytest.approx(2, rel=0.01)
+    assert found.write_bytes_per_s == pytest.approx(FAST.write_bytes_per_s / 2, rel=0.01)
+    assert found.read_latency_s == pytest.approx(FAST.read_latency_s * 2, rel=0.01)
+    assert threading.active_count() == 1, "the work goes on after the measurement"
+
+
+def test_a_link_that_seems_slower_while_nothing_computes_has_one_rate() -> None:
+    disk = PretendDisk(SLOW)
+
+    def work() -> None:
+        with disk.lock:
+            disk.link = FAST
+        time.sleep(1e-3)
+
+    assert measure_link(disk, clock=lambda: disk.now_s, work=work).idle_speedup == 1
+
+
+def test_work_that_fails_ends_the_measurement_with_its_error() -> None:
+    def work() -> None:
+        raise RuntimeError("no cores")
+
+    disk = PretendDisk(FAST)
+    with pytest.raises(RuntimeError, match="no cores"):
+        measure_link(disk, clock=lambda: disk.now_s, work=work)
+
+
 def test_measuring_writes_little_and_ends_early_on_a_slow_disk() -> None:
     fast = PretendDisk(FAST)
     measure_link(fast, clock=lambda: fast.now_s)
@@ -171,6 +214,8 @@ def test_impossible_machines_are_refused() -> None:
         machine_from_dict(values | {"version": MACHINE_VERSION + 1})
     with pytest.raises(TraceError, match="not positive"):
         machine_from_dict(values | {"links": {"spill": {"write_bytes_per_s": 0, "read_bytes_per_s": 1}}})
+    with pytest.raises(TraceError, match="slower while nothing computes"):
+        machine_from_dict(values | {"links": {"spill": asdict(FAST) | {"idle_speedup": 0.5}}})
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Medium]:
     """The media that were measured, each with a rate of its own."""
     seen: list[Medium] = []
 
-    def measure_link(medium: Medium) -> Link:
+    def measure_link(medium: Medium, *, work: Callable[[], object]) -> Link:
+        work()
         medium.write_at(0, page_aligned(some_bytes(4096)))
         seen.append(medium)
         return Link(write_bytes_per_s=float(len(seen)), read_bytes_per_s=1.0)

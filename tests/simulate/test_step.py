@@ -56,6 +56,30 @@ def test_memory_falls_when_a_write_lands_and_rises_when_its_read_starts() -> Non
     assert timeline.stall_s == 0
 
 
+def idling(link: Link, speedup: float) -> Problem:
+    return replace(PROBLEM, machine=machine_of(replace(link, idle_speedup=speedup)))
+
+
+def test_a_wait_lasts_less_on_a_link_that_is_faster_while_the_program_waits() -> None:
+    # Storage 0 is read on demand at 10.0: half a second beside operators, a fifth of that while the program waits.
+    slow, fast = (run(swap(0, 2, 7, 7), problem=idling(LINK, speedup)) for speedup in (1.0, 5.0))
+    assert (slow.stall_s, fast.stall_s) == (pytest.approx(0.5), pytest.approx(0.1))
+    assert (slow.step_s, fast.step_s) == (pytest.approx(12.5), pytest.approx(12.1))
+    assert lane(fast, Lane.STALL) == lane(fast, Lane.IN) == [(0, pytest.approx(10.0), pytest.approx(10.1))]
+    assert lane(fast, Lane.OUT) == lane(slow, Lane.OUT) == [(0, 2.0, 2.5)]
+    assert fast.spans[-1].end_s == pytest.approx(12.1)
+    assert [live for _, live in fast.memory] == [live for _, live in slow.memory]
+    assert fast.peak_bytes == slow.peak_bytes
+
+
+def test_what_began_beside_an_operator_ends_sooner_in_the_wait_for_it() -> None:
+    # A read of 2.8 s, asked for two seconds before it is needed: the rest goes at the faster rate.
+    link = Link(write_bytes_per_s=200.0, read_bytes_per_s=100 / 2.8)
+    timeline = run(swap(0, 2, 7, 6), problem=idling(link, 4.0))
+    assert lane(timeline, Lane.IN) == [(0, 8.0, pytest.approx(10.2))]
+    assert timeline.stall_s == pytest.approx(0.2)
+
+
 def test_a_barrier_holds_an_operator_until_the_write_has_landed() -> None:
     slow = replace(PROBLEM, machine=machine_of(Link(write_bytes_per_s=25.0, read_bytes_per_s=200.0)))
     # The write takes 4 s from 2 s on; operator 3 wants to begin at 3 s.

@@ -71,6 +71,7 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
         ("spill", f"{', '.join(map(str, directories))} ({'O_DIRECT' if direct else 'through the page cache'})"),
         ("write", f"{format_rate(link.write_bytes_per_s)} after {format_seconds(link.write_latency_s)}"),
         ("read", f"{format_rate(link.read_bytes_per_s)} after {format_seconds(link.read_latency_s)}"),
+        ("while nothing computes", f"{link.idle_speedup:.2f} times as fast"),
         (f"{format_bytes(cut['nbytes'])} read, copied", _sentence(cut)),
         ("kept in", str(path)),
     ]

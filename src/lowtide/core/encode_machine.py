@@ -8,7 +8,7 @@ from lowtide.core.columns import plain
 from lowtide.core.fields import Fields, integer, optional_integer, optional_real, real, text, truth
 from lowtide.core.machine import Link, Machine
 
-_LINK_REALS = ("write_bytes_per_s", "read_bytes_per_s", "write_latency_s", "read_latency_s")
+_LINK_REALS = ("write_bytes_per_s", "read_bytes_per_s", "write_latency_s", "read_latency_s", "idle_speedup")
 _PLAIN = (
     "name",
     "source",
@@ -48,10 +48,11 @@ def decode_machine(fields: Fields, version: int) -> Machine:
         name=fields.get("name", text),
         copy_bytes_per_s=fields.get("copy_bytes_per_s", real),
         source=fields.get("source", text),
-        links={tier: _decode_link(links.object(tier)) for tier in links.names()},
+        links={tier: _decode_link(links.object(tier), version) for tier in links.names()},
         **later,
     )
 
 
-def _decode_link(fields: Fields) -> Link:
-    return Link(**{name: fields.get(name, real) for name in _LINK_REALS}, duplex=fields.get("duplex", truth))
+def _decode_link(fields: Fields, version: int) -> Link:
+    names = _LINK_REALS if version >= 3 else _LINK_REALS[:-1]
+    return Link(**{name: fields.get(name, real) for name in names}, duplex=fields.get("duplex", truth))

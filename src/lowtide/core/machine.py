@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MACHINE_VERSION = 2
+MACHINE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The path between fast memory and a tier. A transfer of n bytes takes `latency_s + n / bandwidth`."""
+    """The path between fast memory and a tier. A transfer of n bytes takes `latency_s + n / bandwidth`.
+
+    The figures are those of transfers beside a program that computes. `idle_speedup` is how many times as fast they
+    are while it waits: where transfers need the cores that compute, waiting lets them go faster.
+    """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     write_latency_s: float = 0.0
     read_latency_s: float = 0.0
     duplex: bool = False
+    idle_speedup: float = 1.0
 
     def write_s(self, nbytes: int) -> float:
         """Return how long it takes to move `nbytes` out of fast memory."""
@@ -24,6 +29,10 @@ class Link:
     def read_s(self, nbytes: int) -> float:
         """Return how long it takes to bring `nbytes` back."""
         return self.read_latency_s + nbytes / self.read_bytes_per_s
+
+    def wait_s(self, beside_s: float) -> float:
+        """Return how long a program waits for what would take `beside_s` beside its operators."""
+        return beside_s / self.idle_speedup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

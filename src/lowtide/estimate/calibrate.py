@@ -1,7 +1,8 @@
 """Measure this machine: its links to slower tiers and its speed, and keep the result.
 
 `loggp.py` has the model of a link that is fitted. Two transfers are under way at once, as the runtime does it; t(n) is
-the time the link is taken for one of them, so plans that treat the link as exclusive add up.
+the time the link is taken for one of them, so plans that treat the link as exclusive add up. Pages are small ones: the
+runtime's allocator puts kept pages side by side, which leaves few large ones.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,65 @@ class Compute:
     copy_bytes_per_s: float
 
 
-def measure_link(medium: Medium, *, clock: Callable[[], float] = time.perf_counter) -> Link:
+def measure_link(
+    medium: Medium,
+    *,
+    work: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Link:
     """Measure the path to `medium`, in about a second, with at most 160 MiB written at offset 0 and after.
 
-    Without O_DIRECT the figures are those of the page cache, which is what the first transfers will see.
+    With `work`, something that computes, all of it is done twice: the figures are those beside it, and how much faster
+    transfers are while nothing computes becomes the link's `idle_speedup`. Without O_DIRECT the figures are
+    those of the page cache, which is what the first transfers will see.
     """
+    idle = _measured(medium, clock=clock)
+    if work is None:
+        return idle
+    with _repeated(work):
+        beside = _measured(medium, clock=clock)
+    nbytes = _SIZES_BYTES[-1]
+    beside_s, idle_s = (link.write_s(nbytes) + link.read_s(nbytes) for link in (beside, idle))
+    return replace(beside, idle_speedup=max(1.0, beside_s / idle_s))
+
+
+def training_like() -> Callable[[], object]:
+    """Return work that loads cores and memory as training does: a matrix product and a sum that no cache holds."""
+    import torch
+
+    a, out = torch.rand(768, 768), torch.empty(768, 768)
+    source = torch.rand(2 << 20)
+    target = torch.empty_like(source)
+
+    def work() -> None:
+        torch.mm(a, a, out=out)
+        torch.add(source, target, out=target)
+
+    return work
+
+
+@contextlib.contextmanager
+def _repeated(work: Callable[[], object]) -> Iterator[None]:
+    """Repeat `work` on a thread of its own, from its first time to the end of the block."""
+    ended, begun = threading.Event(), threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            work()
+            begun.set()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="lowtide-probe") as pool:
+        running = pool.submit(repeat)
+        try:
+            while not begun.wait(0.1) and not running.done():
+                pass
+            yield
+        finally:
+            ended.set()
+        running.result()
+
+
+def _measured(medium: Medium, *, clock: Callable[[], float]) -> Link:
     writes: dict[int, list[float]] = {}
     reads: dict[int, list[float]] = {}
     sizes = [size for size in _SIZES_BYTES if _fits(medium, size)] or [_SIZES_BYTES[0]]
@@ -100,7 +156,7 @@ def measure_machine(medium: Medium, *, compute: Compute | None = None) -> Machin
     compute = compute or measure_compute()
     return Machine(
         name=platform.node() or "this machine",
-        links={SPILL: measure_link(medium)},
+        links={SPILL: measure_link(medium, work=training_like())},
         copy_bytes_per_s=compute.copy_bytes_per_s,
         source="measured",
         flops_per_s=compute.matmul_flop_per_s,
@@ -136,6 +192,8 @@ def machine_from_dict(values: Mapping[str, Any]) -> Machine:
         links = {str(name): Link(**link) for name, link in values["links"].items()}
         if any(link.write_bytes_per_s <= 0 or link.read_bytes_per_s <= 0 for link in links.values()):
             raise ValueError("a bandwidth is not positive")
+        if any(link.idle_speedup < 1 for link in links.values()):
+            raise ValueError("a link is slower while nothing computes")
         return Machine(
             name=str(values["name"]),
             links=links,

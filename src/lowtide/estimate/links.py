@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowtide.core.machine import Link, Machine
-from lowtide.estimate.calibrate import SPILL, assumed_machine, load_machine, measure_link
+from lowtide.estimate.calibrate import SPILL, assumed_machine, load_machine, measure_link, training_like
 from lowtide.tiers.medium import Medium
 
 _measured: dict[tuple[tuple[int, ...], tuple[object, ...]], Link] = {}
@@ -25,7 +25,7 @@ def machine_for(medium: Medium) -> Machine:
     disks = tuple(directory.stat().st_dev for directory in directories)
     if not disks or (disks, codecs) not in _measured:
         try:
-            link = measure_link(medium)
+            link = measure_link(medium, work=training_like())
         except OSError:
             return assumed_machine()  # too full or too small to measure: it may still take what little it has room for
         finally:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lowtide.core.log import LogEntry
+from lowtide.estimate.traffic import Traffic
 from lowtide.execute.events import Event
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Fast memory and traffic at one instant."""
+    """Fast memory and traffic at one instant. `traffic` is None where transfers are not timed."""
 
     live_bytes: int
     peak_bytes: int
@@ -41,6 +42,7 @@ class Usage:
     written_bytes: int
     read_bytes: int
     fresh_bytes: int = 0
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

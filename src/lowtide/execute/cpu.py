@@ -13,6 +13,7 @@ import torch
 
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
+from lowtide.estimate.traffic import Moved, Traffic
 from lowtide.execute.backend import AskedByAllocator, GradientMemory, Log, Packed, Usage
 from lowtide.execute.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.execute.foreign import Foreign
@@ -102,7 +103,16 @@ class CpuBackend(AskedByAllocator):
             written_bytes=traffic.written_bytes,
             read_bytes=traffic.read_bytes,
             fresh_bytes=memory.fresh_bytes,
+            traffic=self._traffic(),
         )
+
+    def _traffic(self) -> Traffic:
+        meter = iter(self._native.mover_meter())
+        write, read, write_waited, read_waited = (
+            Moved(nbytes=nbytes, transfers=transfers, busy_s=busy_ns * 1e-9)
+            for nbytes, transfers, busy_ns in zip(meter, meter, meter, strict=True)
+        )
+        return Traffic(write=write, read=read, write_waited=write_waited, read_waited=read_waited)
 
     def figures(self) -> dict[str, object]:
         """Return the peak of the step that ran last, or runs, and what the medium counts."""

@@ -16,6 +16,8 @@ from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
+from lowtide.estimate.calibrate import SPILL
+from lowtide.estimate.traffic import link_seen
 from lowtide.execute.backend import Usage
 from lowtide.execute.feedback import Planned, executed
 from lowtide.execute.opening import Opened
@@ -223,7 +225,7 @@ class DeviceTide(Tide):
             trace=recorded.trace,
             machine=self._machine,
             budget_bytes=self._budget_bytes,
-            tier="spill",
+            tier=SPILL,
             can_recompute=calls > 0,
             watch_s=recorded.numbering_s + calls * _REMEMBER_S,
         )
@@ -285,6 +287,14 @@ class DeviceTide(Tide):
     def machine_of(self, device: str | None = None) -> Machine:
         self._check_device(device)
         return self._machine
+
+    def machine_seen(self, device: str | None = None) -> Machine:
+        self._check_device(device)
+        traffic = self._backend.usage().traffic
+        if traffic is None:
+            return self._machine
+        links = {**self._machine.links, SPILL: link_seen(self._machine.links[SPILL], traffic)}
+        return replace(self._machine, links=links, source="seen")
 
     @property
     def device_name(self) -> str:

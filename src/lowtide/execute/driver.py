@@ -98,6 +98,12 @@ class Driver(ABC):
             where = self.machine.where(record)
         return None if where is None else where is Residence.DROPPED
 
+    def is_away(self, record: int) -> bool:
+        """Tell whether a record is on a tier only, and not on its way back."""
+        with self._lock:
+            self._settle()
+            return self.machine.where(record) is Residence.AWAY
+
     def remade(self, record: int) -> None:
         """Take note that a record is in memory again."""
         with self._lock:

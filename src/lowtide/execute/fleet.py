@@ -111,6 +111,9 @@ class Fleet(Tide):
     def machine_of(self, device: str | None = None) -> Machine:
         return self._on(device).machine
 
+    def machine_seen(self, device: str | None = None) -> Machine:
+        return self._on(device).machine_seen()
+
     def _on(self, device: str | None) -> DeviceTide:
         if device in self._tides:
             return self._tides[device]

@@ -376,7 +376,7 @@ class Remaker(OwnMode):
         for record in records:
             self.remake([record])
 
-    def remake(self, records: Sequence[int]) -> None:
+    def remake(self, records: Sequence[int], *, planned: Collection[int] = ()) -> None:
         """Run the calls again that make these records, as far as they are given up. May wait for room and reads."""
         with self._lock:
             dropped = [record for record in records if self._records.is_dropped(record)]
@@ -384,7 +384,7 @@ class Remaker(OwnMode):
             if not wanted:
                 return
             begun = time.perf_counter()
-            with rerun(wanted, self._records, self._backend) as made:
+            with rerun(wanted, self._records, self._backend, planned=planned) as made:
                 for product, record in wanted.items():
                     tensor = made.pop(product)
                     if self._backend.adopt(record, tensor):

@@ -37,16 +37,26 @@ class Records(Protocol):
         """Tell whether a record was given up (None: there is no such record)."""
         ...
 
+    def is_away(self, record: int) -> bool:
+        """Tell whether a record is on a tier only, and not on its way back."""
+        ...
+
     def remade(self, record: int) -> None:
         """Take note that a record is in memory again."""
         ...
 
 
 class Rerun:
-    """The calls that make some products, down to operands in memory or on a tier, and what they made so far."""
+    """The calls that make some products, down to operands in memory or on a tier, and what they made so far.
 
-    def __init__(self, wanted: Collection[Product], records: Records, remakes: Remakes) -> None:
+    What is on a tier is read, unless the calls that make it are `planned`.
+    """
+
+    def __init__(
+        self, wanted: Collection[Product], records: Records, remakes: Remakes, planned: Collection[int] = ()
+    ) -> None:
         self._wanted = wanted
+        self._planned = planned
         self._records = records
         self._remakes = remakes
         self._borrowed: dict[int, ExitStack] = {}
@@ -113,7 +123,12 @@ class Rerun:
         product = operand.product
         if product in self._wanted or product.record is None or not product.whole:
             return False
-        return operand.changes == product.changes and self._records.is_dropped(product.record) is False
+        if operand.changes != product.changes or self._records.is_dropped(product.record) is not False:
+            return False
+        return not (self._is_planned(product) and self._records.is_away(product.record))
+
+    def _is_planned(self, product: Product) -> bool:
+        return all(call.number in self._planned for call in product.calls) and product.can_be_made()
 
     def run(self) -> None:
         """Run the calls; what they make besides is let go after its last use."""
@@ -153,12 +168,14 @@ class Rerun:
 
 
 @contextmanager
-def rerun(wanted: Collection[Product], records: Records, remakes: Remakes) -> Iterator[Rerun]:
+def rerun(
+    wanted: Collection[Product], records: Records, remakes: Remakes, *, planned: Collection[int] = ()
+) -> Iterator[Rerun]:
     """Run the calls that make the wanted products; what they made is there while the context lasts.
 
     They run as they were dispatched: below autograd, autocast and whatever modes the program has on.
     """
-    running = Rerun(wanted, records, remakes)
+    running = Rerun(wanted, records, remakes, planned)
     below = torch._C._AutoDispatchBelowAutograd
     with torch.no_grad(), torch.autocast(remakes.device.type, enabled=False), _disable_current_modes(), below():
         try:

@@ -287,10 +287,12 @@ class Runtime(Driver):
             self.backend.fetch(record)  # which says that it went with the tier
         with self._lock:
             plan = self.matcher.followed
-            keys = plan.together.get(self._key_of.get(record, -1), ()) if plan is not None else ()
+            key = self._key_of.get(record, -1)
+            keys = plan.together.get(key, ()) if plan is not None else ()
+            calls = plan.reruns.get(key, ()) if plan is not None else ()
             others = [other for key in keys if (other := self.machine.record_of(key)) is not None and other != record]
         try:
-            self.remaker.remake([record, *others])
+            self.remaker.remake([record, *others], planned=calls)
         except torch.OutOfMemoryError:
             if not others:
                 raise

@@ -23,7 +23,7 @@ class StepPlan:
     """Which keys leave, which are due back or gone again at which event, when each is used.
 
     `dropped` and `forget` are like `swapped` and `leave`, for keys that are given up without a copy and made again by
-    running `calls` (numbers of the step's calls); `together`: with which others each is made.
+    running `calls` (numbers of the step's calls); `together`: with which others each is made; `reruns`: by which calls.
 
     `awaited`: the keys whose transfer a synchronous plan waits for at an event, whether or not its bytes are needed.
     `stage`: the keys that are due so soon after an event that a tier further down should bring them closer.
@@ -41,6 +41,7 @@ class StepPlan:
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     calls: frozenset[int] = frozenset()
     together: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    reruns: Mapping[int, frozenset[int]] = field(default_factory=dict)
     awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stage: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
@@ -186,14 +187,14 @@ def compile_plan(
             if barrier_op is not None and barrier_op < swap.gap.before_op:
                 awaited.setdefault(bisect_left(positions, barrier_op), []).append(key)
     together: dict[int, list[int]] = {}
-    calls: set[int] = set()
+    calls: dict[int, set[int]] = {}
     for one in sorted(plan.recomputes, key=lambda one: (one.gap.after_op, one.gap)):
         key, _, event = ends.of(one.gap)
         if any(op not in recorded.calls for op in one.ops):
             swapped.add(key, event)
             continue
         dropped.add(key, event)
-        calls.update(number for op in one.ops for number in recorded.calls[op])
+        calls.setdefault(one.gap.before_op, set()).update(number for op in one.ops for number in recorded.calls[op])
         together.setdefault(one.gap.before_op, []).append(key)
     return StepPlan(
         signature=tuple(signature),
@@ -202,8 +203,9 @@ def compile_plan(
         due=_frozen(due),
         leave=_frozen(swapped.events),
         forget=_frozen(dropped.events),
-        calls=frozenset(calls),
+        calls=frozenset().union(*calls.values()),
         together={key: tuple(keys) for keys in together.values() for key in keys},
+        reruns={key: frozenset(calls[op]) for op, keys in together.items() for key in keys},
         uses=dict(enumerate(recorded.use_events)),
         awaited=_frozen(awaited),
         stage=_staged(swapped.keys, due, recorded.use_events),

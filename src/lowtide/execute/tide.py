@@ -100,6 +100,10 @@ class Tide(ABC):
     def machine_of(self, device: str | None = None) -> Machine:
         """Return the machine that plans are made for, with the link to the spill."""
 
+    @abstractmethod
+    def machine_seen(self, device: str | None = None) -> Machine:
+        """Return the machine with its link as the transfers so far found it, where they are timed."""
+
     @property
     def machine(self) -> Machine:
         """The machine that plans are made for, where there is one."""

@@ -217,11 +217,12 @@ class _Run:
                 over.append(i)
             clock += duration + self.rerun_s.get(i, 0.0)
         recompute_s = sum(self.rerun_s.values(), start=0.0)
+        waited_s = self.facts.link.wait_s(stall_s)
         return Outcome(
             prediction=Prediction(
                 peak_bytes=self.peak,
-                step_s=clock,
-                stall_s=stall_s,
+                step_s=clock - (stall_s - waited_s),
+                stall_s=waited_s,
                 moved_out_bytes=sum(self.size),
                 moved_in_bytes=self.moved_in,
                 recompute_s=recompute_s,

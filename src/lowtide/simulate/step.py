@@ -23,6 +23,7 @@ from lowtide.simulate.resources import Resources
 from lowtide.simulate.state import State
 from lowtide.simulate.traffic import Traffic
 from lowtide.simulate.view import DroppingView, SimulatedView
+from lowtide.simulate.waits import Wait, shortened
 
 
 def simulate(
@@ -66,6 +67,7 @@ class _Step:
             recording=self.recording,
             equations=Equations(trace, problem.budget_bytes, self.records) if strict else None,
         )
+        self.waits: list[Wait] = []
         prefetches = any(moment.fetching for moment in self.agenda.moments.values())
         self.traffic = Traffic(
             self.state,
@@ -112,7 +114,8 @@ class _Step:
                 self._touch((*op.reads, *op.writes), clock_s)
         self.traffic.drain()
         policy = self.plan.policy if self.plan is not None else self.policy.name if self.policy is not None else ""
-        return self.recording.timeline(self.problem, self.plan, policy=policy, step_s=clock_s, allocator=allocator)
+        timeline = self.recording.timeline(self.problem, self.plan, policy=policy, step_s=clock_s, allocator=allocator)
+        return shortened(timeline, self.waits)
 
     def _enter(self, index: int, moment: Moment, clock_s: float) -> float:
         """Do what the start of an operator brings and wait for what it needs; return when it begins."""
@@ -343,3 +346,7 @@ class _Step:
     def _stall(self, op: int, start_s: float, end_s: float, *, cause: str, storage: int | None = None) -> None:
         if end_s > start_s:
             self.recording.span(Lane.STALL, start_s, end_s, op, cause=cause, storage=storage)
+            tier = self.problem.tier if storage is None else self.records[storage].tier
+            link = self.problem.machine.links.get(tier)
+            if link is not None and link.idle_speedup != 1:
+                self.waits.append(Wait(start_s=start_s, end_s=end_s, lasts_s=link.wait_s(end_s - start_s)))

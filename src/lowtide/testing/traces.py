@@ -203,6 +203,7 @@ def links() -> SearchStrategy[Link]:
         write_latency_s=latency,
         read_latency_s=latency,
         duplex=st.booleans(),
+        idle_speedup=st.sampled_from((1.0, 2.5)),
     )
 
 

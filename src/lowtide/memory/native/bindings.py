@@ -119,6 +119,7 @@ class Native:
         self.mover_stop = waiting("lt_mover_stop", None)
         self.mover_cancel_writes = waiting("lt_mover_cancel_writes", None)
         self._mover_counters = quick("lt_mover_counters", None, pointer)
+        self._mover_meter = quick("lt_mover_meter", None, pointer)
         self.storage_bytes = quick("lt_storage_bytes", i64, pointer)
         self._pack = quick("lt_pack", i64, pointer, pointer)
         self.pack_version = quick("lt_pack_version", i64, i64)
@@ -225,6 +226,12 @@ class Native:
         self._mover_counters(out)
         v = list(out)
         return MoverCounters(leaving_bytes=v[0], arriving_bytes=v[1], written_bytes=v[2], read_bytes=v[3], records=v[4])
+
+    def mover_meter(self) -> tuple[float, ...]:
+        """Return bytes, transfers and nanoseconds of writes, of reads, of awaited writes and of awaited reads."""
+        out = (ctypes.c_double * 12)()
+        self._mover_meter(out)
+        return tuple(out)
 
     def pack(self, tensor_address: int) -> tuple[int, int, bool, int, int]:
         """Note a saved tensor; return (pack, record, record is new, its storage's bytes, version)."""

@@ -150,8 +150,12 @@ void* block_after_making_room(int64_t n, bool large) {
     {
       // Not for ever: Python sees Ctrl-C only when it is asked again.
       WithoutGil released;
-      std::unique_lock<std::mutex> guard(progress_mutex);
-      progress.wait_for(guard, std::chrono::milliseconds(200), [&] { return progress_epoch != epoch; });
+      program_waits(+1);
+      {
+        std::unique_lock<std::mutex> guard(progress_mutex);
+        progress.wait_for(guard, std::chrono::milliseconds(200), [&] { return progress_epoch != epoch; });
+      }
+      program_waits(-1);
     }
     add_stall_ns(now_ns() - start);
     block = try_block(n, large);

@@ -36,7 +36,7 @@ NATIVE = Library(
     build_s=15,
     directory=Path(__file__).parent,
     sources=("budget.cpp", "mover.cpp", "observe.cpp", "records.cpp"),
-    headers=("lowtide.h", "mover.h", "pages.h"),
+    headers=("lowtide.h", "meter.h", "mover.h", "pages.h"),
 )
 
 # Words of a failed compiler, and what helps; the first that fits is said.

@@ -55,6 +55,11 @@ void survive_forks();
 void set_fetching_record(int64_t record);
 void set_evicting(bool value);
 
+// ---- mover.cpp ----
+
+// The program begins (+1) or ends (-1) to wait for transfers.
+void program_waits(int change);
+
 // Drops the GIL for its lifetime if this thread holds it. Every wait does: whoever would free the memory may need it (R3).
 class WithoutGil {
  public:

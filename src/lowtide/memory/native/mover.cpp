@@ -17,6 +17,13 @@ void after_fork_in_child() {
 }
 
 }  // namespace
+
+void program_waits(int change) {
+  Mover& m = mover();
+  std::lock_guard<std::mutex> guard(m.mutex);
+  m.meter.wait(change);
+}
+
 }  // namespace lowtide
 
 using namespace lowtide;
@@ -33,6 +40,7 @@ int lt_mover_start(
   if (m.running()) return -1;
   m.medium = Medium{std::vector<int>(fds, fds + fd_count), stripe, direct != 0, verify != 0, call};
   m.written_bytes = m.read_bytes = 0;
+  m.meter = Meter{};
   m.start(threads);
   return 0;
 }
@@ -58,5 +66,12 @@ void lt_mover_counters(int64_t* out) {
   out[2] = m.written_bytes;
   out[3] = m.read_bytes;
   out[4] = static_cast<int64_t>(m.records.size());
+}
+
+// Bytes, transfers and nanoseconds of writes, reads, and writes and reads in which the program waited.
+void lt_mover_meter(double* out) {
+  Mover& m = mover();
+  std::lock_guard<std::mutex> guard(m.mutex);
+  m.meter.read(out);
 }
 }

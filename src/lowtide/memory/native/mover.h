@@ -6,6 +6,7 @@
 // memory free, the moment its write lands (R4), without the interpreter taking part.
 #pragma once
 #include "lowtide.h"
+#include "meter.h"
 
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
@@ -126,6 +127,7 @@ class Mover {
   int64_t next_record = 1, next_pack = 1;
   int64_t leaving_bytes = 0, arriving_bytes = 0;
   int64_t written_bytes = 0, read_bytes = 0;
+  Meter meter;
   Medium medium;
 
   void start(int threads) {
@@ -233,6 +235,7 @@ class Mover {
     reads_.clear();
     writes_.clear();
     transferring_ = 0;
+    meter = Meter{};
     for (auto& [id, record] : records) {
       if (record->state == kLeaving) record->state = kResident;
       if (record->state == kArriving) record->state = kAway;
@@ -262,10 +265,12 @@ class Mover {
       if (job->issued == job->bytes) (job->write ? writes_ : reads_).pop_front();
       bool skip = job->error != 0;
       ++transferring_;
+      auto begun = meter.begin(job->write);
       guard.unlock();
       int error = skip ? 0 : transfer(*job, at, n, bounce);
       guard.lock();
       --transferring_;
+      meter.end(job->write, begun, n, static_cast<double>(n) / static_cast<double>(job->bytes));
       idle_.notify_all();
       if (error && !job->error) job->error = error;
       if (--job->pending == 0 && job->issued == job->bytes) complete(job, guard);

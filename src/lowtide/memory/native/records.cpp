@@ -363,7 +363,9 @@ int lt_record_wait(int64_t id, int64_t timeout_ms) {
     if (!record) return -1;
     auto over = [&] { return record->state != kArriving && record->state != kLeaving; };
     if (over()) return record->state;
+    m.meter.wait(+1);
     m.changed.wait_for(guard, std::chrono::milliseconds(timeout_ms), over);
+    m.meter.wait(-1);
     state = over() ? record->state : -2;
   }
   add_stall_ns(now_ns() - start);

@@ -164,10 +164,12 @@ class _Replay:
         if self.in_bytes != returning:
             raise PlanError(f"V6: {returning} bytes have to come back and {self.in_bytes} do")
         recompute_s = sum((burden.duration_s for burden in self.burdens.values()), start=0.0)
+        beside_s = max(0.0, self.clock_s - sum(op.duration_s for op in self.trace.ops) - recompute_s)
+        stall_s = self.lanes.link.wait_s(beside_s)
         return Replay(
             peak_bytes=self.peak_bytes,
-            step_s=self.clock_s,
-            stall_s=max(0.0, self.clock_s - sum(op.duration_s for op in self.trace.ops) - recompute_s),
+            step_s=self.clock_s - (beside_s - stall_s),
+            stall_s=stall_s,
             moved_out_bytes=self.out_bytes,
             moved_in_bytes=self.in_bytes,
             recompute_s=recompute_s,
