@@ -1,8 +1,8 @@
 """Compare what the simulator predicts with what the runtime does: peak of live bytes and time of a step.
 
 For each model, policy and budget a fresh process trains under `lowtide.fit`, takes the plan and the machine that the
-runtime itself used and simulates each step that was recorded, with its operator times and the rates that transfers had
-in the recorded steps. Steps are recorded and measured in turns, so that both see the machine as it is; no step is both.
+runtime itself used and simulates each step that was recorded, with the operator times and transfer rates of that step.
+Steps are recorded and measured in turns, so that both see the machine as it is; no step is both.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _measure(case: Case) -> dict[str, Any]:
         budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
     recordings = _kept_recordings()
     measured: list[dict[str, Any]] = []
-    carried: Traffic | None = None
+    carried: list[Traffic] = []
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
@@ -59,19 +59,17 @@ def _measure(case: Case) -> dict[str, Any]:
                 training.step()
             stats: dict[str, Any] = tide.stats()
             if planned and recorded:
-                since = _traffic(tide).plus(traffic, times=-1)
-                carried = since if carried is None else carried.plus(since)
+                carried.append(_traffic(tide).plus(traffic, times=-1))
             elif planned:
                 measured.append({**stats, "recompute_s": stats["recompute_s"] - before["recompute_s"]})
         if case.share is None:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
         plan = tide.plan()
         made_from = next(one for one in recordings if one.trace is tide.trace())
-        problem = tide._problem(made_from)
-        assert carried is not None
-        link = link_seen(problem.machine.links[SPILL], carried)
-        problem = replace(problem, machine=replace(problem.machine, links={SPILL: link}))
-        problems = _as_recorded(problem, [tide._problem(one) for one in recordings[-case.steps :]])
+        recorded_steps = zip(recordings[-case.steps :], carried, strict=True)
+        problems = _as_recorded(
+            tide._problem(made_from), [(tide._problem(one), traffic) for one, traffic in recorded_steps]
+        )
     policy = registry.policy(case.policy)
     timelines = [simulate(one, plan, policy=policy) for one in problems]
     simulated_s = statistics.median(one.step_s for one in timelines)
@@ -84,7 +82,7 @@ def _measure(case: Case) -> dict[str, Any]:
         "peak_bytes": peak_bytes,
         "simulated_peak_bytes": simulated_peak_bytes,
         "peak_ratio": simulated_peak_bytes / peak_bytes,
-        "link": asdict(link),
+        "links": [asdict(one.machine.links[SPILL]) for one in problems],
         "measured_s": measured_s,
         "steps_s": times_s,
         "simulated_s": simulated_s,
@@ -120,22 +118,21 @@ def _traffic(tide: Tide) -> Traffic:
     return traffic
 
 
-def _as_recorded(planned: Problem, problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problem that was planned, once for each recording of the same operators, with the times of that one.
+def _as_recorded(planned: Problem, steps: Sequence[tuple[Problem, Traffic]]) -> list[Problem]:
+    """Return the problem that was planned, once for each recording of the same operators, as that step found it.
 
     Not one problem with the median of every operator: where each step is disturbed at some operator or other, the
     medians add up to less than any of the steps.
     """
     names = [op.name for op in planned.trace.ops]
-    alike = [one for one in problems if [op.name for op in one.trace.ops] == names]
-    return [
-        replace(
-            planned,
-            trace=with_durations(planned.trace, lambda index, _op, ops=one.trace.ops: ops[index].duration_s),
-            watch_s=one.watch_s,
-        )
-        for one in alike
-    ]
+    problems = []
+    for one, traffic in steps:
+        if [op.name for op in one.trace.ops] == names:
+            trace = with_durations(planned.trace, lambda index, _op, ops=one.trace.ops: ops[index].duration_s)
+            links = {SPILL: link_seen(planned.machine.links[SPILL], traffic)}
+            machine = replace(planned.machine, links=links)
+            problems.append(replace(planned, trace=trace, machine=machine, watch_s=one.watch_s))
+    return problems
 
 
 if __name__ == "__main__":

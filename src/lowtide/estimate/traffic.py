@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.core.machine import Link
 
-LEAST_BYTES = 32 << 20
+LEAST_BYTES = 8 << 20
 """Less than this says too little of a rate."""
 
 
