@@ -252,6 +252,20 @@ def test_a_script_without_a_training_step_cannot_be_captured(write: Write) -> No
         capture_script(write("pass"), [])
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 9])
+def test_a_script_whose_tensors_are_too_small_to_move_cannot_be_captured_and_says_so(write: Write, steps: int) -> None:
+    small = """
+        import torch
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    """
+    with pytest.raises(BadArgument, match="none saved a tensor of 256 KiB or more"):
+        capture_script(write(small), [], steps=steps)
+
+
 def test_a_script_that_ends_early_is_captured_from_the_steps_it_did(write: Write, tmp_path: Path) -> None:
     out = tmp_path / "losses.json"
     trace = capture_script(write(TRAIN.replace("range(4)", "range(1)")), [str(out)], steps=5)

@@ -104,14 +104,18 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
 
     done = 0
     trace: Trace | None = None
+    unrecorded: BadArgument | None = None
     counter = CountFlops()
 
     def after_step() -> None:
-        nonlocal done, trace
+        nonlocal done, trace, unrecorded
         done += 1
-        if done <= steps:
-            trace = None if done < steps else tide.trace()
         if done == steps:
+            try:
+                trace = tide.trace()
+            except BadArgument as error:
+                unrecorded = error
+                raise Enough from error
             counter.__enter__()  # type: ignore[no-untyped-call]  # torch leaves modes untyped
         elif done > steps:
             raise Enough
@@ -122,7 +126,7 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
                 try:
                     run_as_main(path, argv)
                 finally:
-                    if done >= steps:
+                    if trace is not None:
                         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         except Enough:
             pass
@@ -138,4 +142,6 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
             )
         if not done:
             raise BadArgument(f"{path.name} ended without an optimizer step: there is no training step to record")
+        if unrecorded is not None:
+            raise BadArgument(f"there is nothing to plan in {path.name}: {unrecorded}")
         return with_flops(trace or tide.trace(), counter.counted)

@@ -30,6 +30,10 @@ class Link:
         """Return how long it takes to bring `nbytes` back."""
         return self.read_latency_s + nbytes / self.read_bytes_per_s
 
+    def work_s(self, *, step_s: float, stall_s: float) -> float:
+        """Return the most that the link can have done in a step that waited `stall_s`, by its time beside operators."""
+        return step_s + stall_s * (self.idle_speedup - 1)
+
     def wait_s(self, beside_s: float) -> float:
         """Return how long a program waits for what would take `beside_s` beside its operators."""
         return beside_s / self.idle_speedup

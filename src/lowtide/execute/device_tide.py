@@ -64,9 +64,9 @@ class DeviceTide(Tide):
             if recompute is None:
                 recompute = bool(getattr(self._policy, "recomputes", False))
             # What is worth moving depends on the budget: a small model under a small one works as a large one does.
-            least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
+            self._least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
             self._runtime = Runtime(
-                self._backend, self._policy, least_bytes=least_bytes, remakes=recompute and not moves_nothing
+                self._backend, self._policy, least_bytes=self._least_bytes, remakes=recompute and not moves_nothing
             )
             self._recorder = Recorder(self._backend, models, optimizers)
             try:
@@ -277,6 +277,9 @@ class DeviceTide(Tide):
     def trace(self, device: str | None = None) -> Trace:
         self._check_device(device)
         if self._trace is None:
+            if self._step_s:
+                least = format_bytes(self._least_bytes)
+                raise BadArgument(f"no step was recorded: none saved a tensor of {least} or more for backward")
             raise BadArgument("no step was recorded yet: run one inside tide.step() first")
         return self._trace
 

@@ -145,8 +145,8 @@ def _assert_bounds(plan: Plan, problem: Problem, seen: Replay) -> None:
     out_s = sum(link.write_s(trace.storages[swap.gap.storage].nbytes) for swap in within)
     in_s = seen.moved_in_bytes / link.read_bytes_per_s
     traffic_s = max(out_s, in_s) if link.duplex else out_s + in_s
-    least_s = max(trace.duration_s + seen.recompute_s, traffic_s)
-    assert seen.step_s >= least_s * (1 - 1e-9)
+    assert seen.step_s >= (trace.duration_s + seen.recompute_s) * (1 - 1e-9)
+    assert link.work_s(step_s=seen.step_s, stall_s=seen.stall_s) >= traffic_s * (1 - 1e-9)
     assert seen.step_s == pytest.approx(trace.duration_s + seen.recompute_s + seen.stall_s, rel=1e-9, abs=1e-9)
     assert seen.peak_bytes >= max(trace.floor_bytes() if trace.ops else 0, 0)
     assert seen.peak_bytes <= problem.budget_bytes

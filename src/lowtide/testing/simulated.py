@@ -95,13 +95,14 @@ def _assert_bounds(problem: Problem, timeline: Timeline, lanes: dict[Lane, list[
     """Assert that the step is no faster than its compute and its traffic, nor smaller than its largest working set."""
     link = problem.machine.links[problem.tier]
     for span in lanes[Lane.OUT]:
-        assert span.end_s - span.start_s >= link.write_s(span.nbytes) * (1 - ROUNDING) - 1e-12
+        assert span.end_s - span.start_s >= link.wait_s(link.write_s(span.nbytes)) * (1 - ROUNDING) - 1e-12
     for span in lanes[Lane.IN]:
-        assert span.end_s - span.start_s >= link.read_s(span.nbytes) * (1 - ROUNDING) - 1e-12
+        assert span.end_s - span.start_s >= link.wait_s(link.read_s(span.nbytes)) * (1 - ROUNDING) - 1e-12
         assert span.end_s <= timeline.step_s * (1 + ROUNDING), "nobody reads what the step does not need"
     _assert_lanes(link, lanes)
-    least_s = max(problem.trace.duration_s + timeline.recompute_s, least_traffic_s(link, timeline))
-    assert timeline.step_s >= least_s * (1 - ROUNDING)
+    assert timeline.step_s >= (problem.trace.duration_s + timeline.recompute_s) * (1 - ROUNDING)
+    work_s = link.work_s(step_s=timeline.step_s, stall_s=timeline.stall_s)
+    assert work_s >= least_traffic_s(link, timeline) * (1 - ROUNDING)
     assert timeline.peak_bytes <= problem.budget_bytes
     if problem.trace.ops:
         assert timeline.peak_bytes >= problem.trace.floor_bytes()

@@ -25,8 +25,9 @@ from lowtide.plan.sweep import Sweep
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
-# Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: that takes long in long steps.
-MOST_ITEMS_FOR_GUIDES = 3000
+# Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: in a step of 25,000 operators and
+# gaps that takes seconds, in longer ones more than it is worth.
+MOST_ITEMS_FOR_GUIDES = 25_000
 # How many steps Capuchin's feedback gets.
 LESSONS = 16
 
@@ -59,7 +60,7 @@ class Auto:
         if not search.settled():
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)
-            if problem.can_recompute and search.items <= MOST_ITEMS_FOR_GUIDES:
+            if search.items <= MOST_ITEMS_FOR_GUIDES:
                 for guided in (*_learnt(Capuchin().plan(problem), facts), Pooch().plan(problem)):
                     search.compete(guided.swaps, guided.recomputes)
             search.polish()

@@ -114,7 +114,7 @@ function drawSources() {
       ...(machine.title ? fact("what", machine.title) : []),
       ...fact("compute", known(machine.flops_per_s, (value) => `${(value / 1e12).toPrecision(3)} TFLOP/s`) + (machine.sources.flops_per_s ? `; ${machine.sources.flops_per_s}` : "")),
       ...fact("memory", `${known(machine.capacity_bytes, formatBytes)}, ${known(machine.memory_bytes_per_s, formatRate)}`),
-      ...machine.links.flatMap((link) => fact(`tier ${link.tier}`, `${formatRate(link.write_bytes_per_s)} out, ${formatRate(link.read_bytes_per_s)} in${link.duplex ? ", both at once" : ""}; latency ${formatSeconds(link.write_latency_s)} out, ${formatSeconds(link.read_latency_s)} in${machine.sources[link.tier] ? `; ${machine.sources[link.tier]}` : ""}`)),
+      ...machine.links.flatMap((link) => fact(`tier ${link.tier}`, `${formatRate(link.write_bytes_per_s)} out, ${formatRate(link.read_bytes_per_s)} in${link.duplex ? ", both at once" : ""}${link.idle_speedup > 1 ? `, ${link.idle_speedup.toPrecision(3)} times as fast while nothing computes` : ""}; latency ${formatSeconds(link.write_latency_s)} out, ${formatSeconds(link.read_latency_s)} in${machine.sources[link.tier] ? `; ${machine.sources[link.tier]}` : ""}`)),
       ...fact("figures", machine.source)),
   ]), make("h3", {}, "Trace"), make("dl", { class: "facts" },
     ...fact("model", data.model || "not named"), ...fact("operators", String(data.trace.operators)),
