@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(markdown(lines), end="")
     if options.page is not None:
         write_page(markdown(lines), options.page, script="agreement.py")
-    return 0 if all(_agrees(line) for line in lines if "failure" not in line) else 1
+    return 0 if all("failure" not in line and _agrees(line) for line in lines) else 1
 
 
 def _answer(case: Case) -> dict[str, Any]:

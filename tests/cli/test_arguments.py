@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -207,3 +208,51 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "unknown unit 'XB'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("simulate", "--budget", "50%", "--out", "{trace}", "{trace}"),
+        ("simulate", "--budget", "50%", "--perfetto", "{trace}", "{trace}"),
+        ("simulate", "--budget", "50%", "--out", "{same}", "--perfetto", "{same}", "{trace}"),
+        ("compare", "--json", "{trace}", "{trace}"),
+        ("report", "--budget", "50%", "-o", "{trace}", "{trace}"),
+        ("report", "--budget", "50%", "-o", "{link}", "{trace}"),
+        ("capture", "-o", "{script}", "{script}"),
+        ("run", "--budget", "1GiB", "--json", "{script}", "{script}"),
+    ],
+)
+def test_an_output_that_is_another_file_of_the_command_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    script, trace, link = tmp_path / "train.py", tmp_path / "step.trace", tmp_path / "link"
+    script.write_text("print('ran')\n")
+    trace.write_bytes((Path(__file__).parents[1] / "data" / "vgg.trace").read_bytes())
+    link.symlink_to(trace)
+    before = script.read_bytes(), trace.read_bytes()
+    names = {"script": script, "trace": trace, "link": link, "same": tmp_path / "same"}
+    assert "which would be lost" in refused(capsys, *(part.format(**names) for part in command))
+    assert (script.read_bytes(), trace.read_bytes()) == before
+    assert not (tmp_path / "same").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [("plan",), ("estimate", "--machine", "v100", "--model", "alexnet", "--batch", "64")]
+)
+def test_plan_and_estimate_take_a_share_of_what_activations_add(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    trace = [str(Path(__file__).parents[1] / "data" / "resnet.trace")] if command == ("plan",) else []
+    assert main([*command, "--budget", "90%", "--json", *trace]) == 0
+    said = json.loads(capsys.readouterr().out)
+    static_bytes, peak_bytes = said["static_bytes"], said["peak_bytes"]
+    assert said["budget_bytes"] == static_bytes + int(0.9 * (peak_bytes - static_bytes))
+    assert "cannot read budget '0%'" in refused(capsys, *command, "--budget", "0%", *trace)
+    assert "unknown unit" in refused(capsys, *command, "--budget", "1XB", *trace)
+
+
+def test_a_file_that_is_missing_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = str(Path(__file__).parents[1] / "data" / "vgg.trace")
+    assert "does not exist" in refused(capsys, "report", "-o", str(tmp_path / "x.html"), str(tmp_path / "no.json"))
+    assert "machine file ./no.machine does not exist" in refused(capsys, "estimate", "--machine", "./no.machine", trace)

@@ -12,7 +12,7 @@ import pytest
 from lowtide import registry
 from lowtide.cli import main
 from lowtide.core.machine import Link
-from lowtide.core.serialize import save
+from lowtide.core.serialize import load_trace, save
 from lowtide.core.units import format_bytes
 from lowtide.report import Outcome, load_comparison
 from lowtide.testing.traces import chain_trace, machine_of
@@ -36,6 +36,28 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err
+
+
+def test_all_policies_at_three_budgets_on_a_recorded_resnet_take_less_than_a_minute(tmp_path: Path) -> None:
+    trace_path = Path(__file__).parents[1] / "data" / "resnet.trace"
+    assert len(load_trace(trace_path).ops) > 800
+    begun_s = time.monotonic()
+    assert main(["compare", "--json", str(tmp_path / "all.json"), str(trace_path)]) == 0
+    assert time.monotonic() - begun_s < 60
+    results = load_comparison(tmp_path / "all.json").results
+    assert len(results) == 3 * len(registry.policy_names())
+
+
+def test_a_budget_below_the_floor_names_the_operator_that_sets_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace_path = Path(__file__).parents[1] / "data" / "resnet.trace"
+    trace = load_trace(trace_path)
+    floor_op = trace.floor_op()
+    assert floor_op is not None
+    assert main(["compare", "--policies", "auto,vdnn", "--budgets", "1%,95%", str(trace_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"auto: does not fit, '{floor_op.name}' needs {format_bytes(trace.floor_bytes())}" in said
 
 
 def test_all_policies_at_three_budgets_in_a_table_of_80_columns(

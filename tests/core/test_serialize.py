@@ -173,6 +173,43 @@ def test_a_file_of_version_2_without_what_came_with_it_is_damaged(value: seriali
     assert "damaged" in refused(as_version_1(value, version=2))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("write_bytes_per_s", 0),
+        ("read_bytes_per_s", -1.0),
+        ("read_bytes_per_s", "nan"),
+        ("write_latency_s", -1e-3),
+        ("read_latency_s", "inf"),
+        ("idle_speedup", 0),
+        ("idle_speedup", -1),
+    ],
+)
+def test_a_link_that_cannot_be_is_damaged(name: str, value: object) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["links"]["spill"][name] = value
+
+    assert f"{name} of 'spill' is" in refused(rewritten(MACHINE, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("flops_per_s", 0), ("memory_bytes_per_s", -1.0), ("capacity_bytes", -5), ("page_bytes", 0), ("page_fault_s", -1)],
+)
+def test_a_machine_that_cannot_be_is_damaged(name: str, value: object) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document[name] = value
+
+    assert f"{name} is {value}" in refused(rewritten(MACHINE, change))
+
+
+def test_an_integer_that_no_array_holds_is_damaged() -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["capacity_bytes"] = 2**70
+
+    assert "64 bits" in refused(rewritten(MACHINE, change))
+
+
 def test_a_machine_of_version_2_has_links_of_one_rate_and_one_of_version_3_says_its_own() -> None:
     def shrink(document: dict[str, Any]) -> None:
         for link in document["links"].values():

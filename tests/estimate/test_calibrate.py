@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,10 +213,10 @@ def test_impossible_machines_are_refused() -> None:
     values = machine_to_dict(MACHINE)
     with pytest.raises(TraceError, match="run 'lowtide probe'"):
         machine_from_dict(values | {"version": MACHINE_VERSION + 1})
-    with pytest.raises(TraceError, match="not positive"):
-        machine_from_dict(values | {"links": {"spill": {"write_bytes_per_s": 0, "read_bytes_per_s": 1}}})
-    with pytest.raises(TraceError, match="slower while nothing computes"):
-        machine_from_dict(values | {"links": {"spill": asdict(FAST) | {"idle_speedup": 0.5}}})
+    with pytest.raises(TraceError, match="write_bytes_per_s of 'spill' is 0, which is not above 0"):
+        machine_from_dict(values | {"links": {"spill": asdict(FAST) | {"write_bytes_per_s": 0}}})
+    with pytest.raises(TraceError, match="lacks 'write_latency_s'"):
+        machine_from_dict(values | {"links": {"spill": {"write_bytes_per_s": 1, "read_bytes_per_s": 1}}})
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -235,6 +236,15 @@ def test_a_whole_machine_is_measured() -> None:
     assert machine.source == "measured"
     assert machine.copy_bytes_per_s == 7e9
     assert set(machine.links) == set(assumed_machine().links) == {"spill"}
+
+
+def test_measuring_leaves_the_programs_random_numbers_and_modes_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    medium = FileMedium([tmp_path])
+    with torch.inference_mode():
+        measure_machine(medium, compute=COMPUTE)
+    medium.close()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_compute_is_measured() -> None:

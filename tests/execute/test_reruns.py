@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,10 +93,25 @@ def test_what_is_away_is_made_again_where_the_plan_says_so_and_not_read(tmp_path
     assert moved == timeline.moved_in_bytes == 1024 * WIDTH * 4
 
 
-@pytest.mark.parametrize("change", [lambda inputs: inputs.mul_(1.0), lambda inputs: inputs.data.mul_(1.0)])
-def test_what_is_away_is_read_where_it_could_not_be_made_again(change: object, tmp_path: Path) -> None:
+def in_place(tensor: Tensor) -> None:
+    tensor.mul_(2.0)
+
+
+def through_data(tensor: Tensor) -> None:
+    tensor.data.mul_(2.0)
+
+
+def on_another_thread(tensor: Tensor) -> None:
+    thread = threading.Thread(target=tensor.mul_, args=(2.0,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, on_another_thread])
+def test_what_is_away_is_read_where_it_could_not_be_made_again(
+    change: Callable[[Tensor], None], tmp_path: Path
+) -> None:
     """An operand of the first layer changes between forward and backward: its product is read after all."""
-    assert callable(change)
     torch.manual_seed(0)
     weights = [torch.randn(WIDTH, requires_grad=True) for _ in range(LAYERS)]
     other = torch.randn(1024, WIDTH)

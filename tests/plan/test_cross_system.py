@@ -15,7 +15,7 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
 from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Kind, Phase, Save, Storage, Trace
-from lowtide.plan.policies.auto import NEGLIGIBLE
+from lowtide.plan.policies.auto import MOST_GAPS_FOR_GUIDES, NEGLIGIBLE
 from lowtide.plan.policy import Policy
 from lowtide.testing.networks import Layer, network_trace, networks
 from lowtide.testing.optimum import Best, optimum
@@ -208,12 +208,32 @@ def test_auto_is_within_a_percent_of_the_best_of_all_policies(
 
 
 @pytest.mark.parametrize(
-    "bandwidth", [pytest.param(3e9, id="bound by the link", marks=pytest.mark.slow), pytest.param(3e10, id="hidden")]
+    ("bandwidth", "can_recompute"),
+    [
+        pytest.param(3e9, False, id="bound by the link", marks=pytest.mark.slow),
+        pytest.param(3e9, True, id="recomputing", marks=pytest.mark.slow),
+        pytest.param(3e10, False, id="hidden"),
+    ],
 )
-def test_auto_plans_a_hundred_thousand_operators_in_thirty_seconds_of_a_core(bandwidth: float) -> None:
-    trace = chain_trace(50_000, duration_s=5e-5)
+def test_auto_plans_a_hundred_thousand_operators_in_thirty_seconds_of_a_core(
+    bandwidth: float, can_recompute: bool
+) -> None:
+    assert_planned_in_time(50_000, bandwidth=bandwidth, can_recompute=can_recompute)
+
+
+@pytest.mark.slow  # 15 seconds of a core
+@pytest.mark.parametrize("can_recompute", [False, True], ids=("swapping", "recomputing"))
+@pytest.mark.parametrize("gaps", [MOST_GAPS_FOR_GUIDES, 8_300], ids=("with guides", "too many gaps for guides"))
+def test_steps_of_any_length_are_planned_in_thirty_seconds_of_a_core(gaps: int, can_recompute: bool) -> None:
+    assert_planned_in_time(gaps + 1, bandwidth=3e9, can_recompute=can_recompute)
+
+
+def assert_planned_in_time(layers: int, *, bandwidth: float, can_recompute: bool) -> None:
+    trace = chain_trace(layers, duration_s=5e-5)
     link = Link(write_bytes_per_s=bandwidth, read_bytes_per_s=bandwidth)
-    problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=trace.peak_bytes // 2)
+    problem = Problem(
+        trace=trace, machine=machine_of(link), budget_bytes=trace.peak_bytes // 2, can_recompute=can_recompute
+    )
     began_s = time.process_time()
     plan = registry.policy("auto").plan(problem)
     assert time.process_time() - began_s < 30

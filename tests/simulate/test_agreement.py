@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Timeline
-from lowtide.core.trace import Gap
+from lowtide.core.trace import Gap, Kind, Save, Storage
+from lowtide.core.trace import Phase as Training
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.lineage import Lineage
 from lowtide.plan.policies.auto import Auto
@@ -20,7 +21,8 @@ from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.plan.policy import Policy
 from lowtide.plan.sweep import Sweep, predict
 from lowtide.simulate import simulate
-from lowtide.testing.traces import problems
+from lowtide.testing.policies import FAST
+from lowtide.testing.traces import Step, machine_of, make_trace, problems
 
 
 def assert_as_predicted(timeline: Timeline, problem: Problem, plan: Plan) -> None:
@@ -124,3 +126,28 @@ def test_a_timeline_accounts_for_every_second_and_byte(case: tuple[Problem, Plan
     for one in (Lane.COMPUTE, Lane.OUT, Lane.IN):
         for first, second in zip(lanes[one], lanes[one][1:], strict=False):
             assert second.start_s >= first.end_s
+
+
+def test_a_drop_that_ends_unused_where_another_is_made_again_is_counted_once() -> None:
+    # Operator 0 makes both storages. Both are dropped; 0 is needed at operator 3, 1 is let go of there without a use.
+    storages = [Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=0, last_op=3) for nbytes in (100, 1000)]
+    saves = [
+        Save(storage=0, packed_op=0, free_op=1, uses=(3,), released_op=3),
+        Save(storage=1, packed_op=0, free_op=1, uses=(), released_op=3),
+    ]
+    steps = [
+        Step(name=name, phase=phase, duration_s=1.0, writes=writes)
+        for name, phase, writes in (
+            ("aten::max_pool2d_with_indices", Training.FORWARD, (0, 1)),
+            ("aten::relu", Training.FORWARD, ()),
+            ("aten::relu_backward", Training.BACKWARD, ()),
+            ("aten::mul", Training.BACKWARD, ()),
+        )
+    ]
+    trace = make_trace(steps, storages, saves)
+    gaps = {gap.storage: gap for gap in trace.gaps()}
+    recomputes = (Recompute(gap=gaps[0], ops=(0,)), Recompute(gap=gaps[1], ops=()))
+    roomy = Problem(trace=trace, machine=machine_of(FAST), budget_bytes=10**6, can_recompute=True)
+    problem = replace(roomy, budget_bytes=predict(roomy, (), recomputes).peak_bytes)
+    plan = Plan(policy="test", budget_bytes=problem.budget_bytes, swaps=(), recomputes=recomputes)
+    assert_as_predicted(simulate(problem, plan, strict=True), problem, plan)

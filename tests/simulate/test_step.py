@@ -72,6 +72,16 @@ def test_a_wait_lasts_less_on_a_link_that_is_faster_while_the_program_waits() ->
     assert fast.peak_bytes == slow.peak_bytes
 
 
+def test_where_a_codec_or_another_link_takes_part_waits_last_as_beside_operators() -> None:
+    both = Machine(name="two", links={"spill": replace(LINK, idle_speedup=5.0), "disk": LINK})
+    trip = swap(0, 2, 7, 7)
+    slow = run(trip, replace(swap(1, 3, 6, 6), tier="disk"), problem=replace(PROBLEM, machine=both))
+    assert slow.stall_s == pytest.approx(1.0)
+    codec = Resources(codecs={"half": Codec(encode_bytes_per_s=100.0, decode_bytes_per_s=100.0, ratio=0.5)})
+    coded = run(replace(trip, codec="half"), problem=idling(LINK, 5.0), resources=codec)
+    assert coded.stall_s == pytest.approx(0.25 + 1.0)
+
+
 def test_what_began_beside_an_operator_ends_sooner_in_the_wait_for_it() -> None:
     # A read of 2.8 s, asked for two seconds before it is needed: the rest goes at the faster rate.
     link = Link(write_bytes_per_s=200.0, read_bytes_per_s=100 / 2.8)

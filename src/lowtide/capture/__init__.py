@@ -105,6 +105,7 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
     done = 0
     trace: Trace | None = None
     unrecorded: BadArgument | None = None
+    ended_by_itself = False
     counter = CountFlops()
 
     def after_step() -> None:
@@ -140,8 +141,18 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        else:
+            ended_by_itself = True
         if not done:
             raise BadArgument(f"{path.name} ended without an optimizer step: there is no training step to record")
         if unrecorded is not None:
             raise BadArgument(f"there is nothing to plan in {path.name}: {unrecorded}")
-        return with_flops(trace or tide.trace(), counter.counted)
+        found = trace or tide.trace()
+        if ended_by_itself:
+            warnings.warn(
+                f"lowtide: {path.name} ended before a step in which floating-point operations could be counted, so its "
+                "times cannot be put on another machine: record fewer steps of it, or let it run longer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return with_flops(found, counter.counted)

@@ -25,6 +25,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from lowtide.core.files import write_whole
 from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
 from lowtide.errors import TraceError
 
@@ -55,13 +56,7 @@ def dtr_lines(trace: Trace, *, unit_s: float = TIME_UNIT_S) -> Iterator[str]:
 
 def save_dtr(trace: Trace, path: str | os.PathLike[str], *, unit_s: float = TIME_UNIT_S) -> None:
     """Write the log that stands for a trace."""
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        part.write_text("".join(f"{line}\n" for line in dtr_lines(trace, unit_s=unit_s)), encoding="utf-8")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, "".join(f"{line}\n" for line in dtr_lines(trace, unit_s=unit_s)).encode())
 
 
 # ---- reading ----

@@ -70,7 +70,7 @@ def command(
     if script is not None:
         check_script(script)
     wanted = check_model(model, batch=batch, dtype=dtype, sizes=sizes)
-    check_output(output)
+    check_output(output, others=[script])
     if wanted is not None:
         trace = build_trace(wanted, fake=fake, machine=machine, steps=steps)
     else:

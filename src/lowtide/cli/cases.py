@@ -90,6 +90,25 @@ def words(text: str, *, what: str) -> list[str]:
     return found
 
 
+def check_budget(text: str | None) -> None:
+    """Refuse a budget that cannot be read, before anything slow begins."""
+    if text is not None and not text.strip().endswith("%"):
+        from lowtide.memory.budget import parse_budget
+
+        parse_budget(text)
+
+
+def budget_for(text: str, trace: Trace) -> int:
+    """Return the bytes that a budget states: bytes, "auto", or a share such as "60%" of what activations add."""
+    if text.strip().endswith("%"):
+        from lowtide.report.case import budget_of
+
+        return budget_of(text, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes)
+    from lowtide.memory.budget import parse_budget
+
+    return parse_budget(text).fast_bytes
+
+
 def check_floor(trace: Trace, *, budgets_bytes: Sequence[int]) -> None:
     """Refuse budgets of which no plan can meet a single one."""
     budget_bytes, op = max(budgets_bytes), trace.floor_op()

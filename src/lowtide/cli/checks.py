@@ -111,14 +111,19 @@ def _directories(locations: Sequence[str]) -> list[Path]:
     ]
 
 
-def check_output(path: Path | None) -> None:
-    """Refuse an output file that could not be written at the end, before the work begins."""
+def check_output(path: Path | None, *, others: Sequence[Path | None] = ()) -> None:
+    """Refuse, before the work, an output that could not be written at its end or is another file of the command."""
     if path is None:
         return
     if path.is_dir():
         raise BadArgument(f"output {path} is a directory: name a file in it")
+    target = Path(os.path.realpath(path))
+    if any(other is not None and Path(os.path.realpath(other)) == target for other in others):
+        raise BadArgument(f"output {path} is another file of this command, which would be lost: name another")
+    if path.exists() and not path.is_file():
+        return  # a device or a pipe is written into
     try:
-        with tempfile.TemporaryFile(dir=path.absolute().parent, prefix=".lowtide-"):
+        with tempfile.TemporaryFile(dir=target.parent, prefix=".lowtide-"):
             pass
     except OSError as error:
         raise BadArgument(

@@ -63,7 +63,7 @@ def command(
     wanted = words(budgets, what="--budgets")
     if jobs is not None and jobs < 1:
         raise BadArgument(f"--jobs {jobs} does nothing: pass 1 or more")
-    check_output(out)
+    check_output(out, others=[trace_path])
     targets = read_machines(machines)
     trace = read_trace(trace_path)
     from lowtide.report import budget_of, compare, encode_comparison

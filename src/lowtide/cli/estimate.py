@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowtide.cli.cases import budget_for, check_budget
 from lowtide.cli.checks import check_policy
 from lowtide.cli.models import build_trace, check_model, find_machine, model_options
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument, BudgetTooSmall
-from lowtide.memory.budget import parse_budget
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @model_options
 @click.option("--machine", required=True, metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
-@click.option("--budget", metavar="B", help="Tensor memory, such as 8GiB; the machine's memory if not given.")
+@click.option("--budget", metavar="B", help="Tensor memory, such as 8GiB or 60%; the machine's memory if not given.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("trace_path", metavar="[TRACE]", required=False, type=click.Path(path_type=Path))
@@ -42,7 +42,8 @@ def command(
     """Tell whether a training step fits in a machine's memory, and how long it takes there.
 
     The step is a TRACE, or a model by name, which is not executed. Times are predicted from floating-point
-    operations and bytes. A budget below what one operator needs is refused with exit code 2.
+    operations and bytes. A budget below what one operator needs is refused with exit code 2. Policies swap only here;
+    'lowtide simulate' also lets them recompute.
 
     \b
     Examples:
@@ -54,8 +55,8 @@ def command(
         raise BadArgument("estimate needs a trace or --model NAME, and not both")
     wanted = check_model(model, batch=batch, dtype=dtype, sizes=sizes)
     target = find_machine(machine)
-    budget_bytes = target.capacity_bytes if budget is None else parse_budget(budget).fast_bytes
-    if budget_bytes is None:
+    check_budget(budget)
+    if budget is None and target.capacity_bytes is None:
         raise BadArgument(f"machine {target.name!r} does not say how much memory it has: pass --budget")
     check_policy(policy)
     if wanted is not None:
@@ -63,6 +64,8 @@ def command(
     else:
         assert trace_path is not None
         trace = _load(trace_path, target)
+    budget_bytes = target.capacity_bytes if budget is None else budget_for(budget, trace)
+    assert budget_bytes is not None
     answer = _answer(trace, target, budget_bytes=budget_bytes, policy=policy)
     if as_json:
         echo_json(answer)

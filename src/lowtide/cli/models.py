@@ -105,6 +105,8 @@ def find_machine(name: str) -> Machine:
         from lowtide.core import serialize
 
         return serialize.load_machine(name)
+    if "/" in name:
+        raise BadArgument(f"machine file {name} does not exist: check the path, or name a preset (docs/machines.md)")
     from lowtide.estimate.presets import machine
 
     return machine(name)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,6 +15,8 @@ import click
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+
+from lowtide.core.files import write_whole
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _RUNPY = "<frozen runpy>"
@@ -51,16 +51,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the new one, never half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            # mkstemp makes it private; a result file is as readable as any other the user creates.
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode())
 
 
 def facts(title: str, rows: list[tuple[str, str]]) -> Group:
@@ -169,9 +160,3 @@ def _without_modes(frames: list[traceback.FrameSummary]) -> list[traceback.Frame
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
     return Path(frame.filename).is_relative_to(_PACKAGE)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

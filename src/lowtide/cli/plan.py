@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowtide.cli.cases import budget_for, check_budget
 from lowtide.cli.checks import check_policy
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument, BudgetTooSmall, PlanError, TraceError
-from lowtide.memory.budget import parse_budget
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
@@ -39,9 +39,10 @@ def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool,
     """
     if floor_only and budget is not None:
         raise BadArgument("--floor and --budget ask different questions: pass one of them")
-    budget_bytes = None if budget is None else parse_budget(budget).fast_bytes
+    check_budget(budget)
     check_policy(policy)
     trace = _load(trace_path)
+    budget_bytes = None if budget is None else budget_for(budget, trace)
     need = _need(trace)
     if budget_bytes is None:
         if as_json:
@@ -133,7 +134,7 @@ def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
 
 def _print_need(trace: Trace, *, floor_only: bool) -> None:
     op = trace.floor_op()
-    floor = ("floor", format_bytes(trace.floor_bytes()))
+    floor = ("floor", f"{format_bytes(trace.floor_bytes())} ({trace.floor_bytes()} bytes)")
     setter = ("set by", "nothing: the trace has no operators" if op is None else f"{op.name} {op.module}".rstrip())
     rows = [floor, setter]
     if not floor_only:

@@ -76,8 +76,8 @@ def command(
     """
     if jobs is not None and jobs < 1:
         raise BadArgument(f"--jobs {jobs} does nothing: pass 1 or more")
-    check_output(out)
-    check_output(perfetto)
+    check_output(out, others=[source, perfetto])
+    check_output(perfetto, others=[source])
     wish = Wish(
         source=source,
         budget=budget,
@@ -115,6 +115,8 @@ def _from_trace(wish: Wish) -> tuple[Comparison, Focus]:
     from lowtide.report import budget_of
     from lowtide.report.compare import Setting, cases_of, comparison_of
 
+    if not wish.source.exists():
+        read_trace(wish.source)  # says so
     if wish.budget is None:
         raise BadArgument("a report of a trace needs --budget, such as 2GiB or 60%")
     target = read_machine(wish.machine)

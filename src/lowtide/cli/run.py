@@ -87,7 +87,7 @@ def command(
     where = spill_locations(spill)
     check_spill(where)
     check_policy(policy)
-    check_output(json_path)
+    check_output(json_path, others=[script])
     warn_of_memory(where)
     if quiet:
         from lowtide.memory.native import build_quietly

@@ -64,8 +64,8 @@ def command(
     if codec is None and density is not None:
         raise click.UsageError("--density is what a codec finds: name one with --codec as well")
     check_policy(policy)
-    check_output(out)
-    check_output(perfetto)
+    check_output(out, others=[trace_path, perfetto])
+    check_output(perfetto, others=[trace_path])
     target = read_machine(machine)
     trace = read_trace(trace_path)
     from lowtide import registry

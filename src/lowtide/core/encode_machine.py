@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from lowtide.core.columns import plain
-from lowtide.core.fields import Fields, integer, optional_integer, optional_real, real, text, truth
+from lowtide.core.fields import Damaged, Fields, integer, optional_integer, optional_real, real, text, truth
 from lowtide.core.machine import Link, Machine
 
 _LINK_REALS = ("write_bytes_per_s", "read_bytes_per_s", "write_latency_s", "read_latency_s", "idle_speedup")
@@ -44,13 +45,38 @@ def decode_machine(fields: Fields, version: int) -> Machine:
             "page_bytes": fields.get("page_bytes", integer),
             "page_fault_s": fields.get("page_fault_s", real),
         }
-    return Machine(
+    machine = Machine(
         name=fields.get("name", text),
         copy_bytes_per_s=fields.get("copy_bytes_per_s", real),
         source=fields.get("source", text),
         links={tier: _decode_link(links.object(tier), version) for tier in links.names()},
         **later,
     )
+    check_machine(machine)
+    return machine
+
+
+def check_machine(machine: Machine) -> None:
+    """Refuse figures that no machine has."""
+    rates = {
+        "copy_bytes_per_s": machine.copy_bytes_per_s,
+        "flops_per_s": machine.flops_per_s,
+        "memory_bytes_per_s": machine.memory_bytes_per_s,
+        "page_bytes": machine.page_bytes,
+        "capacity_bytes": machine.capacity_bytes,
+    }
+    times = {"page_fault_s": machine.page_fault_s}
+    for tier, link in machine.links.items():
+        for name in ("write_bytes_per_s", "read_bytes_per_s", "idle_speedup"):
+            rates[f"{name} of {tier!r}"] = getattr(link, name)
+        for name in ("write_latency_s", "read_latency_s"):
+            times[f"{name} of {tier!r}"] = getattr(link, name)
+    for name, rate in rates.items():
+        if rate is not None and not rate > 0:
+            raise Damaged(f"{name} is {rate}, which is not above 0")
+    for name, seconds in times.items():
+        if not 0 <= seconds < inf:
+            raise Damaged(f"{name} is {seconds}, which is no time")
 
 
 def _decode_link(fields: Fields, version: int) -> Link:

@@ -16,8 +16,8 @@ class Damaged(Exception):
 
 def integer(value: object) -> int:
     """Return an integer."""
-    if type(value) is not int:
-        raise Damaged(f"{value!r:.40} is no integer")
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise Damaged(f"{value!r:.40} is no integer, or one of more than 64 bits")
     return value
 
 

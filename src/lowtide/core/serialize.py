@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from lowtide.core.encode_plan import decode_plan, encode_plan
 from lowtide.core.encode_timeline import decode_timeline, encode_timeline
 from lowtide.core.encode_trace import decode_trace, encode_trace
 from lowtide.core.fields import Damaged, Fields
+from lowtide.core.files import write_whole
 from lowtide.core.machine import MACHINE_VERSION, Machine
 from lowtide.core.plan import PLAN_VERSION, Plan
 from lowtide.core.timeline import TIMELINE_VERSION, Timeline
@@ -80,18 +80,7 @@ def loads(content: bytes, *, source: str = "the data") -> Saveable:
 
 def save(value: Saveable, path: str | os.PathLike[str]) -> None:
     """Write a value to a file, which either holds all of it afterwards or what it held before."""
-    target = Path(path)
-    content = dumps(value)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, dumps(value))
 
 
 def load(path: str | os.PathLike[str]) -> Saveable:

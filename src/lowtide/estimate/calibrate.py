@@ -13,7 +13,6 @@ import mmap
 import os
 import platform
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowtide.core.encode_machine import decode_machine, encode_machine
+from lowtide.core.fields import Damaged, Fields
+from lowtide.core.files import write_whole
 from lowtide.core.machine import MACHINE_VERSION, Link, Machine
 from lowtide.errors import TraceError
 from lowtide.estimate.loggp import fit_line
@@ -66,16 +68,20 @@ def measure_link(
 
 
 def training_like() -> Callable[[], object]:
-    """Return work that loads cores and memory as training does: a matrix product and a sum that no cache holds."""
+    """Return work that loads cores and memory as training does: a matrix product and a sum that no cache holds.
+
+    It draws no random numbers: those are the program's.
+    """
     import torch
 
-    a, out = torch.rand(768, 768), torch.empty(768, 768)
-    source = torch.rand(2 << 20)
-    target = torch.empty_like(source)
+    with torch.inference_mode(mode=False):
+        a, out = torch.full((768, 768), 0.5, device="cpu"), torch.empty(768, 768, device="cpu")
+        source = torch.full((2 << 20,), 0.5, device="cpu")
+        target = torch.empty_like(source)
 
     def work() -> None:
         torch.mm(a, a, out=out)
-        torch.add(source, target, out=target)
+        torch.add(source, source, out=target)
 
     return work
 
@@ -142,10 +148,10 @@ def measure_compute() -> Compute:
     import torch
 
     side = 1024
-    a, b = torch.rand(side, side), torch.rand(side, side)
+    a, b = torch.full((side, side), 0.5), torch.full((side, side), 0.25)
     out = torch.empty(side, side)
     matmul_s = _best(lambda: torch.mm(a, b, out=out))
-    source = torch.rand(16 * 2**20)
+    source = torch.full((16 * 2**20,), 0.5)
     target = torch.empty_like(source)
     copy_s = _best(lambda: target.copy_(source))
     return Compute(matmul_flop_per_s=2 * side**3 / matmul_s, copy_bytes_per_s=source.nbytes / copy_s)
@@ -180,7 +186,7 @@ def machine_path() -> Path:
 
 def machine_to_dict(machine: Machine) -> dict[str, Any]:
     """Return `machine` as JSON values, with the format's version."""
-    return {"version": MACHINE_VERSION, **asdict(machine)}
+    return {"version": MACHINE_VERSION, **encode_machine(machine)}
 
 
 def machine_from_dict(values: Mapping[str, Any]) -> Machine:
@@ -189,33 +195,9 @@ def machine_from_dict(values: Mapping[str, Any]) -> Machine:
         found = values.get("version")
         raise TraceError(f"machine file of version {found!r}, not {MACHINE_VERSION}: run 'lowtide probe'")
     try:
-        links = {str(name): Link(**link) for name, link in values["links"].items()}
-        if any(link.write_bytes_per_s <= 0 or link.read_bytes_per_s <= 0 for link in links.values()):
-            raise ValueError("a bandwidth is not positive")
-        if any(link.idle_speedup < 1 for link in links.values()):
-            raise ValueError("a link is slower while nothing computes")
-        return Machine(
-            name=str(values["name"]),
-            links=links,
-            copy_bytes_per_s=float(values["copy_bytes_per_s"]),
-            source=str(values["source"]),
-            flops_per_s=_rate(values["flops_per_s"]),
-            memory_bytes_per_s=_rate(values["memory_bytes_per_s"]),
-            capacity_bytes=None if values["capacity_bytes"] is None else int(values["capacity_bytes"]),
-            page_bytes=int(values["page_bytes"]),
-            page_fault_s=float(values["page_fault_s"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"machine file is damaged ({error!r}): run 'lowtide probe'") from error
-
-
-def _rate(value: object) -> float | None:
-    if value is None:
-        return None
-    rate = float(str(value))
-    if rate <= 0:
-        raise ValueError("a rate is not positive")
-    return rate
+        return decode_machine(Fields(values, "the machine"), MACHINE_VERSION)
+    except Damaged as error:
+        raise TraceError(f"machine file is damaged ({error}): run 'lowtide probe'") from error
 
 
 def save_machine(
@@ -229,14 +211,7 @@ def save_machine(
         "directories": [str(Path(directory).absolute()) for directory in directories],
         "compute": None if compute is None else asdict(compute),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".machine.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=2, sort_keys=True)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(values, indent=2, sort_keys=True).encode())
     return path
 
 

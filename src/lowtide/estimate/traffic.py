@@ -68,6 +68,8 @@ def link_seen(link: Link, traffic: Traffic) -> Link:
     if traffic.write_waited.nbytes + traffic.read_waited.nbytes < LEAST_BYTES:
         return seen
     beside_s = _write_s(seen, traffic.write_waited) + _read_s(seen, traffic.read_waited)
+    if not beside_s > 0:
+        return seen  # of a link without limits there is nothing to say
     return replace(seen, idle_speedup=beside_s / (traffic.write_waited.busy_s + traffic.read_waited.busy_s))
 
 

@@ -294,9 +294,10 @@ class Runtime(Driver):
         try:
             self.remaker.remake([record, *others], planned=calls)
         except torch.OutOfMemoryError:
-            if not others:
+            if not others and not calls:
                 raise
-            # There is less room than the plan knew of (R8): the others are made when they are needed themselves.
+            # There is less room than the plan knew of (R8): the others are made when they are needed themselves, and
+            # what is on a tier is read.
             self.remaker.remake([record])
 
     def hold(self, tensor: torch.Tensor) -> SavedTensor:

@@ -209,7 +209,7 @@ class Solver:
             problem = replace(self._problem(case.machine), budget_bytes=case.budget_bytes)
             settled = settle(problem, registry.policy(case.policy), allocator=self._setting.allocator)
         except BudgetTooSmall as error:
-            return Answer(result=_too_small(case, machine, error))
+            return Answer(result=_too_small(case, machine, error, self._setting.trace))
         except LowtideError as error:
             return Answer(result=_refusal(case, machine, str(error)))
         except Exception as error:  # noqa: BLE001 - a policy of somebody else's may raise anything
@@ -266,5 +266,9 @@ def _refusal(case: Case, machine: str, reason: str) -> Refusal:
     return Refusal(policy=case.policy, machine=machine, budget_bytes=case.budget_bytes, reason=" ".join(reason.split()))
 
 
-def _too_small(case: Case, machine: str, error: BudgetTooSmall) -> Refusal:
-    return replace(_refusal(case, machine, str(error)), op=error.op, needed_bytes=error.needed_bytes)
+def _too_small(case: Case, machine: str, error: BudgetTooSmall, trace: Trace) -> Refusal:
+    """Return where the step stopped, or, if no policy could finish it, what the most demanding operator needs."""
+    op, needed_bytes, floor_op = error.op, error.needed_bytes, trace.floor_op()
+    if case.budget_bytes < trace.floor_bytes() and floor_op is not None:
+        op, needed_bytes = floor_op.name, trace.floor_bytes()
+    return replace(_refusal(case, machine, str(error)), op=op, needed_bytes=needed_bytes)

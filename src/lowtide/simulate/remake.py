@@ -73,8 +73,13 @@ class Remaker:
             known = self._sure[storage, before_op] = recipe is not None
         return known
 
-    def recipe(self, wanted: Iterable[int], before_op: int, *, planned: Iterable[int] = ()) -> Recipe:
-        """Return how `wanted` are made before an operator: as planned, or otherwise if that lacks operands."""
+    def recipe(
+        self, wanted: Iterable[int], before_op: int, *, planned: Iterable[int] = (), ended: Iterable[int] = ()
+    ) -> Recipe:
+        """Return how `wanted` are made before an operator: as planned, or otherwise if that lacks operands.
+
+        `ended`: what was dropped until then, and is not wanted back.
+        """
         targets = frozenset(wanted)
         ops: tuple[int, ...] | None = tuple(sorted(set(planned)))
         fetched: set[int] = set()
@@ -90,7 +95,7 @@ class Remaker:
             ops=ops,
             wanted=targets,
             fetched=tuple(sorted(fetched)),
-            peak_bytes=self._peak_bytes(ops, targets, before_op, fetched),
+            peak_bytes=self._peak_bytes(ops, targets, before_op, fetched, frozenset(ended)),
         )
 
     def _find(
@@ -114,7 +119,9 @@ class Remaker:
             made.update(self._trace.ops[op].writes)
         return not targets <= made
 
-    def _peak_bytes(self, ops: tuple[int, ...], targets: frozenset[int], before_op: int, fetched: set[int]) -> int:
+    def _peak_bytes(
+        self, ops: tuple[int, ...], targets: frozenset[int], before_op: int, fetched: set[int], ended: frozenset[int]
+    ) -> int:
         spans = {
             storage: Gap(storage=storage, after_op=before_op, before_op=before_op + 1)
             for storage, record in self._records.items()
@@ -124,7 +131,7 @@ class Remaker:
             [Swap(gap=gap, fetch_op=gap.before_op) for gap in spans.values()],
             [
                 Recompute(gap=Gap(storage=storage, after_op=before_op - 1, before_op=before_op), ops=ops)
-                for storage in targets
+                for storage in targets | ended
             ],
             due_op=[gap.before_op for gap in spans.values()],
         )

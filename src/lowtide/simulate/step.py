@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
+from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Timeline
 from lowtide.errors import BudgetTooSmall
@@ -44,6 +45,15 @@ def simulate(
     return _Step(problem, plan, policy=policy, resources=resources or Resources(), strict=strict).run(allocator)
 
 
+def _waited_link(problem: Problem, plan: Plan | None, resources: Resources) -> Link | None:
+    """Return the link on which everything goes faster while the program waits (None: not everything does)."""
+    link = problem.machine.links.get(problem.tier)
+    tiers = {swap.tier for swap in plan.swaps} if plan is not None else set()
+    if link is None or link.idle_speedup == 1 or resources.codecs or not tiers <= {problem.tier}:
+        return None
+    return link
+
+
 class _Step:
     def __init__(
         self, problem: Problem, plan: Plan | None, *, policy: Policy | None, resources: Resources, strict: bool
@@ -68,6 +78,7 @@ class _Step:
             equations=Equations(trace, problem.budget_bytes, self.records) if strict else None,
         )
         self.waits: list[Wait] = []
+        self.waited_link = _waited_link(problem, plan, resources)
         prefetches = any(moment.fetching for moment in self.agenda.moments.values())
         self.traffic = Traffic(
             self.state,
@@ -296,10 +307,10 @@ class _Step:
         if not remade or self.remaker is None:
             return None
         storages = {record.storage for record in remade}
-        planned = {
-            op for trip in self.agenda.moments[index].due if trip.record.storage in storages for op in trip.ops or ()
-        }
-        recipe = self.remaker.recipe(storages, index, planned=planned)
+        due = self.agenda.moments[index].due
+        planned = {op for trip in due if trip.record.storage in storages for op in trip.ops or ()}
+        ended = [trip.record.storage for trip in due if trip.ops is not None and not trip.returns]
+        recipe = self.remaker.recipe(storages, index, planned=planned, ended=ended)
         self.state.peak_bytes[index] = max(self.state.peak_bytes[index], recipe.peak_bytes)
         for storage in recipe.fetched:
             self.state.tell(e.Due((storage,)))
@@ -346,7 +357,5 @@ class _Step:
     def _stall(self, op: int, start_s: float, end_s: float, *, cause: str, storage: int | None = None) -> None:
         if end_s > start_s:
             self.recording.span(Lane.STALL, start_s, end_s, op, cause=cause, storage=storage)
-            tier = self.problem.tier if storage is None else self.records[storage].tier
-            link = self.problem.machine.links.get(tier)
-            if link is not None and link.idle_speedup != 1:
-                self.waits.append(Wait(start_s=start_s, end_s=end_s, lasts_s=link.wait_s(end_s - start_s)))
+            if self.waited_link is not None:
+                self.waits.append(Wait(start_s=start_s, end_s=end_s, lasts_s=self.waited_link.wait_s(end_s - start_s)))

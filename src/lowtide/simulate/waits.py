@@ -2,7 +2,8 @@
 
 A step is simulated at the rates that transfers have beside operators. While the program waits, nothing but transfers
 goes on, so that a link which is k times as fast then does the same in 1/k of the time: events keep their order and
-memory its curve, and only the clock is another.
+memory its curve, and only the clock is another. Several links, or a codec, would not go faster all alike: such steps
+are simulated at the rates beside operators throughout.
 """
 
 from __future__ import annotations

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lowtide import registry
+from lowtide import registry, zoo
+from lowtide.capture.fake import capture_fake
 from lowtide.core.machine import Link
 from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Trace
+from lowtide.estimate.presets import machine
+from lowtide.report import Outcome, compare
 from lowtide.simulate.run import simulate_run
 from tests.plan.policies.shapes import BOUND, FAST, least_bytes, problem_of, resnet, vgg
 
@@ -75,3 +78,24 @@ def test_pooch_beats_swapping_everything(net: str) -> None:
     budget_bytes = (max(least_bytes(registry.policy("swap_all"), trace), trace.floor_bytes()) + trace.peak_bytes) // 2
     link = relative(BOUND, trace, 2.0)
     assert simulated_s("pooch", trace, budget_bytes, link) < simulated_s("swap_all", trace, budget_bytes, link)
+
+
+@pytest.mark.parametrize("model", ["vgg16", "resnet50"])
+def test_the_order_of_the_papers_holds_on_presets_at_every_budget(model: str) -> None:
+    """vDNN slower than vDNN++ slower than Capuchin, and PoocH faster than swapping everything, with predicted times."""
+    trace = capture_fake(lambda: zoo.build(model, batch=64).training())
+    floor_bytes = trace.floor_bytes()
+    budgets_bytes = [round(floor_bytes + share * (trace.peak_bytes - floor_bytes)) for share in (0.15, 0.5)]
+    machines = [machine(name) for name in ("k40c", "titan-x", "v100", "rtx4090")]
+    found = compare(
+        trace, policies=[*ORDER, "pooch", "swap_all"], budgets_bytes=budgets_bytes, machines=machines, jobs=1
+    )
+    times_s: dict[tuple[str, int], dict[str, float]] = {}
+    for one in found.results:
+        assert isinstance(one, Outcome)
+        assert not one.over_budget
+        times_s.setdefault((one.machine, one.budget_bytes), {})[one.policy] = one.step_s
+    assert len(times_s) == len(machines) * len(budgets_bytes)
+    for place, step_s in times_s.items():
+        assert step_s["vdnn"] > 1.01 * step_s["vdnn_pp"] > 1.01 * step_s["capuchin"], place
+        assert step_s["pooch"] < 0.99 * step_s["swap_all"], place

@@ -25,8 +25,9 @@ from lowtide.plan.sweep import Sweep
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
-# Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: in a step of 25,000 operators and
-# gaps that takes seconds, in longer ones more than it is worth.
+# Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: with 1,200 gaps, the depth of a
+# ResNet-300, that takes seconds of a core, and four times as long with twice as many.
+MOST_GAPS_FOR_GUIDES = 1_200
 MOST_ITEMS_FOR_GUIDES = 25_000
 # How many steps Capuchin's feedback gets.
 LESSONS = 16
@@ -60,7 +61,7 @@ class Auto:
         if not search.settled():
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)
-            if search.items <= MOST_ITEMS_FOR_GUIDES:
+            if len(search.found) <= MOST_GAPS_FOR_GUIDES and search.items <= MOST_ITEMS_FOR_GUIDES:
                 for guided in (*_learnt(Capuchin().plan(problem), facts), Pooch().plan(problem)):
                     search.compete(guided.swaps, guided.recomputes)
             search.polish()
