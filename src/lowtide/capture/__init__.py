@@ -17,6 +17,8 @@ from lowtide.errors import BadArgument
 if TYPE_CHECKING:
     import torch
 
+    from lowtide.execute.tide import Tide
+
 __all__ = ["Training", "capture_model", "capture_script", "capture_step"]
 
 _UNMANAGED: dict[str, Any] = {
@@ -90,69 +92,77 @@ def capture_model(
     return replace(trace if machine is None else retime(trace, machine), model=name)
 
 
+class _Enough(BaseException):
+    """Ends a script; not an Exception, so that the script's own handlers let it pass."""
+
+
+class _Steps:
+    """The optimizer steps of a script: takes the trace after `steps` of them, counts operations in the next."""
+
+    def __init__(self, tide: Tide, steps: int) -> None:
+        from lowtide.capture.flops import CountFlops
+
+        self._tide = tide
+        self._steps = steps
+        self.done = 0
+        self.trace: Trace | None = None
+        self.unrecorded: BadArgument | None = None
+        self.counter = CountFlops()
+
+    def after_step(self) -> None:
+        """Take note of an optimizer step; raise `_Enough` once there is nothing more to learn."""
+        self.done += 1
+        if self.done > self._steps:
+            raise _Enough
+        if self.done == self._steps:
+            try:
+                self.trace = self._tide.trace()
+            except BadArgument as error:
+                self.unrecorded = error
+                raise _Enough from error
+            self.counter.__enter__()  # type: ignore[no-untyped-call]  # torch leaves modes untyped
+
+    def end(self) -> None:
+        """Stop counting."""
+        if self.trace is not None:
+            self.counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
 def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
     """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps.
 
     One more step, if the script has one, counts floating-point operations: counting slows operators down.
     """
-    from lowtide.capture.flops import CountFlops, with_flops
+    from lowtide.capture.flops import with_flops
     from lowtide.execute.fit import open_tide
     from lowtide.execute.script import run_as_main, stepping
 
-    class Enough(BaseException):
-        """Ends the script; not an Exception, so that the script's own handlers let it pass."""
-
-    done = 0
-    trace: Trace | None = None
-    unrecorded: BadArgument | None = None
-    ended_by_itself = False
-    counter = CountFlops()
-
-    def after_step() -> None:
-        nonlocal done, trace, unrecorded
-        done += 1
-        if done == steps:
-            try:
-                trace = tide.trace()
-            except BadArgument as error:
-                unrecorded = error
-                raise Enough from error
-            counter.__enter__()  # type: ignore[no-untyped-call]  # torch leaves modes untyped
-        elif done > steps:
-            raise Enough
-
+    uncounted = f"{path.name} ended before a step to count them in: record fewer steps of it, or let it run longer"
     with open_tide([], [], **_UNMANAGED) as tide:
+        seen = _Steps(tide, steps)
         try:
-            with stepping(tide, after_step):
+            with stepping(tide, seen.after_step):
                 try:
                     run_as_main(path, argv)
                 finally:
-                    if trace is not None:
-                        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        except Enough:
-            pass
+                    seen.end()
+        except _Enough:
+            uncounted = ""
         except Exception as error:
-            if trace is None:
+            if seen.trace is None:
                 raise
-            counter.counted.clear()  # a script may not bear being counted; its trace was taken before
-            warnings.warn(
-                f"lowtide: the step after the recorded one raised {type(error).__name__}: {error}; the trace has no "
-                "flops, so its operators' times cannot be put on another machine",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        else:
-            ended_by_itself = True
-        if not done:
+            seen.counter.counted.clear()  # a script may not bear being counted; its trace was taken before
+            uncounted = f"the step after the recorded one raised {type(error).__name__}: {error}"
+        if not seen.done:
             raise BadArgument(f"{path.name} ended without an optimizer step: there is no training step to record")
-        if unrecorded is not None:
-            raise BadArgument(f"there is nothing to plan in {path.name}: {unrecorded}")
-        found = trace or tide.trace()
-        if ended_by_itself:
+        if seen.unrecorded is not None:
+            raise BadArgument(f"there is nothing to plan in {path.name}: {seen.unrecorded}")
+        trace = seen.trace or tide.trace()
+        if uncounted:
             warnings.warn(
-                f"lowtide: {path.name} ended before a step in which floating-point operations could be counted, so its "
-                "times cannot be put on another machine: record fewer steps of it, or let it run longer",
+                "lowtide: the trace has no floating-point operations, so its operators' times cannot be put on another "
+                f"machine: {uncounted}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return with_flops(found, counter.counted)
+        return with_flops(trace, seen.counter.counted)
