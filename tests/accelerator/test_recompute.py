@@ -73,7 +73,7 @@ def test_what_is_made_again_may_be_made_from_what_is_on_disk(tmp_path: Path) -> 
 @pytest.mark.skipif(not IS_EMULATED, reason="a real link cannot be told to be slow")
 @pytest.mark.parametrize(
     "policy",
-    ["auto", "capuchin", "superneurons", pytest.param("pooch", marks=SLOW), pytest.param("meng", marks=SLOW)],
+    ["auto", "capuchin", "superneurons", pytest.param("pooch", marks=SLOW)],
 )
 def test_policies_that_recompute_do_so_where_the_link_is_slow(policy: str, tmp_path: Path) -> None:
     outcome = pressed("mlp", share=0.5, spill=tmp_path, policy=policy, recompute=True, knobs=SLOW_LINK)
