@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.cases import budget_for, check_budget
+from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace
 from lowtide.cli.checks import check_policy
 from lowtide.cli.models import build_trace, check_model, find_machine, model_options
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.errors import BadArgument
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
@@ -63,7 +63,9 @@ def command(
         trace = build_trace(wanted, fake=True, machine=machine)
     else:
         assert trace_path is not None
-        trace = _load(trace_path, target)
+        from lowtide.estimate.predict import retime
+
+        trace = retime(read_trace(trace_path), target)
     budget_bytes = target.capacity_bytes if budget is None else budget_for(budget, trace)
     assert budget_bytes is not None
     answer = _answer(trace, target, budget_bytes=budget_bytes, policy=policy)
@@ -74,28 +76,8 @@ def command(
     return 0
 
 
-def _load(path: Path, machine: Machine) -> Trace:
-    from lowtide.core.serialize import load_trace
-    from lowtide.estimate.predict import retime
-
-    try:
-        trace = load_trace(path)
-    except FileNotFoundError:
-        raise BadArgument(f"trace {path} does not exist: make one with 'lowtide capture -o {path} script.py'") from None
-    except OSError as error:
-        raise BadArgument(f"trace {path} cannot be read ({error.strerror or error}): check the path") from None
-    return retime(trace, machine)
-
-
 def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> dict[str, Any]:
-    floor_bytes, op = trace.floor_bytes(), trace.floor_op()
-    if budget_bytes < floor_bytes:
-        raise BudgetTooSmall(
-            budget_bytes=budget_bytes,
-            needed_bytes=floor_bytes,
-            op="the step" if op is None else op.name,
-            detail=f"in {op.module}" if op is not None and op.module else "",
-        )
+    check_floor(trace, budgets_bytes=[budget_bytes])
     from lowtide.estimate.allocators import reserved_peak, stream_of
 
     stream = stream_of(trace)
@@ -108,7 +90,7 @@ def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -
         "budget_bytes": budget_bytes,
         "static_bytes": trace.static_bytes,
         "peak_bytes": trace.peak_bytes,
-        "floor_bytes": floor_bytes,
+        "floor_bytes": trace.floor_bytes(),
         "reserved_bytes": {model: reserved_peak(stream, model) for model in ("arena", "pytorch", "bfc")},
         "fits_unmanaged": trace.peak_bytes <= budget_bytes,
         "flops": sum(each.flops for each in trace.ops),

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.cases import budget_for, check_budget
+from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace
 from lowtide.cli.checks import check_policy
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.errors import BadArgument, BudgetTooSmall, PlanError, TraceError
+from lowtide.errors import BadArgument, PlanError
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
@@ -41,7 +41,7 @@ def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool,
         raise BadArgument("--floor and --budget ask different questions: pass one of them")
     check_budget(budget)
     check_policy(policy)
-    trace = _load(trace_path)
+    trace = read_trace(trace_path)
     budget_bytes = None if budget is None else budget_for(budget, trace)
     need = _need(trace)
     if budget_bytes is None:
@@ -50,7 +50,7 @@ def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool,
         else:
             _print_need(trace, floor_only=floor_only)
         return 0
-    _check_floor(trace, budget_bytes=budget_bytes)
+    check_floor(trace, budgets_bytes=[budget_bytes])
     machine, plan = _plan(trace, budget_bytes=budget_bytes, policy=policy)
     if as_json:
         echo_json({**need, **_decisions(trace, plan, machine=machine)})
@@ -58,31 +58,6 @@ def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool,
         _print_need(trace, floor_only=False)
         _print_plan(trace, plan, machine=machine)
     return 0
-
-
-def _load(path: Path) -> Trace:
-    from lowtide.core.serialize import load_trace
-
-    try:
-        return load_trace(path)
-    except FileNotFoundError:
-        raise BadArgument(f"trace {path} does not exist: make one with 'lowtide capture -o {path} script.py'") from None
-    except OSError as error:
-        raise BadArgument(f"trace {path} cannot be read ({error.strerror or error}): check the path") from None
-    except TraceError as error:
-        raise BadArgument(f"{error}; a trace is made with 'lowtide capture -o FILE script.py'") from None
-
-
-def _check_floor(trace: Trace, *, budget_bytes: int) -> None:
-    """Refuse a budget that no plan can meet: what one operator needs at once cannot be away."""
-    op = trace.floor_op()
-    if budget_bytes < trace.floor_bytes():
-        raise BudgetTooSmall(
-            budget_bytes=budget_bytes,
-            needed_bytes=trace.floor_bytes(),
-            op="the step" if op is None else op.name,
-            detail=f"in {op.module}" if op is not None and op.module else "",
-        )
 
 
 def _plan(trace: Trace, *, budget_bytes: int, policy: str) -> tuple[Machine, Plan]:
