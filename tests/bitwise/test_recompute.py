@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import lowtide
+from lowtide import zoo
+from lowtide.capture import Training, capture_step
 from tests.bitwise.drop_all import DropAll
 from tests.bitwise.harness import WORKLOADS, need, pressed, stock
 from tests.bitwise.record import assert_identical
@@ -52,6 +56,36 @@ def test_policies_that_recompute_are_exact(name: str, policy: str, tmp_path: Pat
     outcome = pressed(name, share=0.6, spill=tmp_path, policy=policy, recompute=True)
     assert_identical(stock(name), outcome.record)
     assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"]
+
+
+@pytest.mark.slow  # five seconds
+def test_mengs_pass_runs_additive_attention_again(tmp_path: Path) -> None:
+    """It recomputes nothing else: of the models here, only this one has such attention."""
+
+    def training() -> Training:
+        torch.manual_seed(0)
+        return zoo.build("seq2seq", batch=64, tokens=24, width=128, vocab=1000).training()
+
+    def bits(trained: Training) -> list[bytes]:
+        return [parameter.detach().numpy().tobytes() for parameter in trained.model.parameters()]
+
+    run = training()
+    trace = capture_step(run.step, model=run.model, optimizer=run.optimizer)
+    floor_bytes = trace.floor_bytes()
+    budget_bytes = floor_bytes + int(0.8 * (trace.peak_bytes - floor_bytes))
+    run = training()
+    for _ in range(4):
+        run.step()
+    expected = bits(run)
+    run = training()  # the one before is gone: its tensors would count
+    with lowtide.fit(run.model, run.optimizer, budget=budget_bytes, spill=tmp_path, policy="meng") as tide:
+        for _ in range(4):
+            with tide.step():
+                run.step()
+        stats = tide.stats()
+    assert int(str(stats["recomputed_ops"])) > 0
+    assert int(str(stats["peak_reserved_bytes"])) <= budget_bytes < trace.peak_bytes
+    assert bits(run) == expected
 
 
 def test_a_paper_that_recomputes_does(tmp_path: Path) -> None:
