@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 
-from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
+from lowtide.core.trace import Gap, Kind, Phase, Reach, Save, Storage, Trace
 from lowtide.testing.traces import Step, make_trace, traces
 
 
@@ -82,3 +82,41 @@ def test_nothing_touches_a_storage_inside_its_gaps_and_gaps_of_one_storage_are_a
             assert one.storage not in (*op.reads, *op.writes)
     for first, second in pairwise(gaps):
         assert first.storage != second.storage or first.before_op < second.after_op
+
+
+def touched(first_op: int, last_op: int, *touches: int, kind: Kind = Kind.PARAM, count: int = 10) -> Trace:
+    steps = [
+        Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=(0,) if k in touches else ())
+        for k in range(count)
+    ]
+    trace = make_trace(steps, [Storage(nbytes=10, kind=kind, first_op=first_op, last_op=last_op)], (), static_bytes=5)
+    return replace(trace, reach=Reach.TOUCHED)
+
+
+def test_gaps_between_touches_wrap_where_the_storage_lives_on() -> None:
+    assert touched(-1, 10, 2, 3, 7).gaps() == (gap(4, 7), gap(8, 12))
+
+
+def test_a_storage_that_lives_on_untouched_is_one_gap_of_the_whole_step() -> None:
+    assert touched(-1, 10).gaps() == (gap(0, 10),)
+
+
+def test_a_storage_of_the_step_has_a_last_gap_until_its_release() -> None:
+    assert touched(1, 9, 1, 4).gaps() == (gap(2, 4), gap(5, 9))
+    assert touched(1, 5, 1, 4).gaps() == (gap(2, 4),)
+
+
+def test_gaps_are_those_of_the_kinds_asked_for_and_of_what_is_worth_moving() -> None:
+    trace = touched(-1, 10, 2, 7)
+    assert trace.gaps(kinds={Kind.PARAM}) == trace.gaps() != ()
+    assert trace.gaps(kinds={Kind.ACTIVATION, Kind.OPTIMIZER}) == ()
+    assert replace(trace, least_bytes=10).gaps() == trace.gaps()
+    assert replace(trace, least_bytes=11).gaps() == ()
+
+
+def test_the_floor_counts_a_gap_that_wraps_on_both_sides() -> None:
+    trace = touched(-1, 10, 2, 7)
+    assert trace.peak_bytes == 15
+    assert trace.floor_bytes() == 15  # operators 2 and 7 need it
+    away = [5 if k not in (2, 7) else 15 for k in range(10)]
+    assert trace._need_bytes() == away

@@ -1,7 +1,10 @@
-"""One training step as a value: operators in order, storages, and what autograd saved.
+"""One training step as a value: operators in order, storages, every touch of them, and what autograd saved.
 
 Symbols used throughout: an *operator* is named by its index in `Trace.ops`, a *storage* by its index in
-`Trace.storages`. Views of one storage are one storage: they move together.
+`Trace.storages`. Views of one storage are one storage: they move together. A *touch* is an operator that reads or
+writes a storage. `n` is the number of operators.
+
+A step repeats: operator `n + i` is operator `i` of the next step, and a gap may reach past the end of its own.
 
 All byte curves are those of the *unmanaged* step: what would be alive if nothing were ever moved. A trace that was
 recorded while a policy was evicting is corrected for it when it is built, so that every policy plans from the same
@@ -11,9 +14,10 @@ facts.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 TRACE_VERSION = 2
 
@@ -37,6 +41,18 @@ class Kind(StrEnum):
     ACTIVATION = "activation"
     SCRATCH = "scratch"
     OTHER = "other"
+
+
+class Reach(StrEnum):
+    """Which storages the executor of a step can move, and so where their gaps lie.
+
+    SAVED: those that autograd saved, from the time it alone holds them until it asks for them back (hooks).
+    TOUCHED: all of them, between any two touches, whoever holds them (pages). Bytes that did not change since they
+    were last written out are not written again.
+    """
+
+    SAVED = "saved"
+    TOUCHED = "touched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +117,7 @@ class Gap:
 
     The storage may leave once operator `after_op` has begun (everything before it is done with the storage) and has to
     be back when operator `before_op` begins: it can be absent during the operators `after_op <= i < before_op`.
+    A `before_op` of n or more is operator `before_op - n` of the next step: the storage is away when a step begins.
     """
 
     storage: int
@@ -110,7 +127,10 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A recorded step. `static_bytes` were alive before it began and after it ended."""
+    """A recorded step. `static_bytes` were alive before it began and after it ended.
+
+    `reach` says what its executor can move; storages of fewer than `least_bytes` are not worth moving.
+    """
 
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
@@ -119,6 +139,8 @@ class Trace:
     model: str = ""
     device: str = "cpu"
     torch_version: str = ""
+    reach: Reach = Reach.SAVED
+    least_bytes: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -130,25 +152,57 @@ class Trace:
         """The unmanaged step's highest number of live bytes."""
         return max((op.peak_bytes for op in self.ops), default=self.static_bytes)
 
-    def gaps(self) -> tuple[Gap, ...]:
-        """Return every span in which a saved storage could be absent, ordered by storage and time.
+    def touches(self) -> tuple[tuple[int, ...], ...]:
+        """Return the operators that touch each storage, ascending."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for index, op in enumerate(self.ops):
+            for storage in {*op.reads, *op.writes}:
+                found[storage].append(index)
+        return tuple(map(tuple, found))
 
-        A gap ends at an unpack, the only point where the runtime is asked for the storage, and begins after the last
-        operator that touched it: what was unpacked for one operator may still be read by those that follow.
+    def lives_on(self, storage: int) -> bool:
+        """Tell whether a storage is there before the step and after it: its gaps may reach into the next step."""
+        block = self.storages[storage]
+        return block.first_op < 0 and block.last_op >= len(self.ops)
+
+    def gaps(self, kinds: Collection[Kind] | None = None) -> tuple[Gap, ...]:
+        """Return every span in which a storage could be absent, ordered by storage and time.
+
+        `kinds`: only those of storages of these kinds (None: of all). Where the executor moves what autograd saved, a
+        gap ends at an unpack, the only point where it is asked for the storage, and begins after the last operator that
+        touched it: what was unpacked for one operator may still be read by those that follow.
         """
+        found = self._gaps_between_touches() if self.reach is Reach.TOUCHED else self._gaps_of_saves()
+        if kinds is not None:
+            found = [gap for gap in found if self.storages[gap.storage].kind in kinds]
+        return tuple(sorted(found))
+
+    def _gaps_of_saves(self) -> list[Gap]:
         saves: dict[int, list[Save]] = {}
         for save in self.saves:
             saves.setdefault(save.storage, []).append(save)
-        touched: dict[int, list[int]] = {storage: [] for storage in saves}
-        for index, op in enumerate(self.ops):
-            for storage in (*op.reads, *op.writes):
-                if storage in touched:
-                    touched[storage].append(index)
+        touches = self.touches()
         found = []
         for storage, group in saves.items():
             if all(save.free_op is not None for save in group):
-                found.extend(_gaps_of(storage, group, touched[storage]))
-        return tuple(sorted(found))
+                found.extend(_gaps_of(storage, group, touches[storage]))
+        return found
+
+    def _gaps_between_touches(self) -> list[Gap]:
+        found = []
+        for storage, (block, touched) in enumerate(zip(self.storages, self.touches(), strict=True)):
+            if block.nbytes < max(self.least_bytes, 1):
+                continue
+            if not touched:
+                if self.lives_on(storage):
+                    found.append(Gap(storage=storage, after_op=0, before_op=len(self.ops)))
+                continue
+            # After its last touch a storage waits for its release, or for the next step.
+            rest = len(self.ops) + touched[0] if self.lives_on(storage) else block.last_op
+            for last, following in pairwise((*touched, rest)):
+                if last + 1 < following:
+                    found.append(Gap(storage=storage, after_op=last + 1, before_op=following))
+        return found
 
     def floor_bytes(self) -> int:
         """Return the smallest budget any plan over these gaps can meet: every gap's storage absent all through it."""
@@ -161,14 +215,19 @@ class Trace:
 
     def _need_bytes(self) -> list[int]:
         """Return what each operator needs when every gap open at it is empty."""
-        change = [0] * (len(self.ops) + 1)
+        end = len(self.ops)
+        change = [0] * (end + 1)
         for gap in self.gaps():
-            change[gap.after_op] += self.storages[gap.storage].nbytes
-            change[gap.before_op] -= self.storages[gap.storage].nbytes
+            nbytes = self.storages[gap.storage].nbytes
+            change[gap.after_op] += nbytes
+            change[min(gap.before_op, end)] -= nbytes
+            if gap.before_op > end:
+                change[0] += nbytes
+                change[gap.before_op - end] -= nbytes
         return [op.peak_bytes - away for op, away in zip(self.ops, accumulate(change), strict=False)]
 
 
-def _gaps_of(storage: int, saves: list[Save], touched: list[int]) -> list[Gap]:
+def _gaps_of(storage: int, saves: list[Save], touched: tuple[int, ...]) -> list[Gap]:
     """Return the gaps of one storage, whose saves all left it to autograd at some point."""
     uses = sorted({use for save in saves for use in save.uses})
     busy = sorted({*uses, *touched})
