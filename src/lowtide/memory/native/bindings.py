@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from pathlib import Path
 
 from lowtide.core.log import LogEntry
@@ -17,6 +18,15 @@ MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ct
 SHORT_READ = 10001
 CORRUPTED = 10002
 LOST = 10003
+
+
+class Place(IntEnum):
+    """Where a range's bytes are; the same numbers as in range.h, which says who pays for them."""
+
+    HERE = 0
+    LEAVING = 1
+    AWAY = 2
+    ARRIVING = 3
 
 
 class State(IntEnum):
@@ -59,6 +69,33 @@ class MoverCounters:
     written_bytes: int
     read_bytes: int
     records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeCounters:
+    """The numbers of ranges at one instant; bytes, but for faults, touches, waits and ranges."""
+
+    leaving: int
+    arriving: int
+    written: int
+    read: int
+    released: int
+    faults: int
+    write_faults: int
+    touches: int
+    waits: int
+    wait_ns: int
+    beyond: int
+    ranges: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A transfer that failed, or an operator whose operands pass the budget: `code` is an errno or a code above."""
+
+    code: int
+    nbytes: int
+    tier: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +195,35 @@ class Native:
         self.mark_module = quick("lt_mark_module", None, ctypes.c_char_p)
         self.mark_call = quick("lt_mark_call", None, i64)
 
+        self._tier_add = quick("lt_tier_add", None, pointer, integer, i64, i64, MediumCallback)
+        self._ranges_start = quick("lt_ranges_start", integer, i64, integer, integer)
+        self._ranges_stop = waiting("lt_ranges_stop", integer, integer)
+        self.announce = quick("lt_announce", None, integer)
+        self.adopt = quick("lt_adopt", i64, pointer)
+        self.leave_all = waiting("lt_leave_all", None)
+        self.leave = waiting("lt_leave", integer, pointer, integer)
+        self._place = quick("lt_place", integer, pointer)
+        self.lend = waiting("lt_lend", integer, pointer, integer)
+        self.take_back = quick("lt_take_back", None, pointer)
+        self.settle = waiting("lt_settle", None)
+        self.shrink = waiting("lt_shrink", i64)
+        self._range_counters = quick("lt_range_counters", None, pointer)
+        self._tier_counters = quick("lt_tier_counters", None, integer, pointer)
+        self._range_meter = quick("lt_range_meter", None, pointer)
+        self._take_trouble = quick("lt_take_trouble", None, pointer)
+        self._plan_add = quick("lt_plan_add", i64, i64, pointer, i64, pointer, pointer, pointer, i64, pointer)
+        self.step_begin = quick("lt_step_begin", None, i64)
+        self._step_end = quick("lt_step_end", i64, pointer)
+        self.step_abandon = quick("lt_step_abandon", None)
+        self.touch = quick("lt_touch", None, integer)
+        self.stress = quick("lt_stress", None, i64, ctypes.c_uint64)
+        self._name_id = quick("lt_name_id", i64, ctypes.c_char_p)
+
         self._sole_out = (i64 * 256)()
         self._completion_out = (i64 * (4 * 256))()
         self._names: list[str] = []
         self._kept_callbacks: list[object] = []
+        self._kept_tiers: list[object] = []
 
     def set_pressure(self, callback: Callable[[int], int] | None) -> None:
         """Call `callback(need_bytes)` when an allocation does not fit; it answers below zero to give up."""
@@ -232,6 +294,93 @@ class Native:
         out = (ctypes.c_double * 12)()
         self._mover_meter(out)
         return tuple(out)
+
+    def ranges_start(self, *, least_bytes: int, verify: bool, threads: int) -> bool:
+        """Let ranges leave to the tiers that were added; False if they may already."""
+        return self._ranges_start(least_bytes, verify, threads) == 0
+
+    def tier_add(
+        self,
+        *,
+        fds: Sequence[int] = (),
+        stripe_bytes: int,
+        capacity_bytes: int | None,
+        medium: Callable[[int, int, int, int], int] | None = None,
+    ) -> None:
+        """Add a tier: files, or `medium(write, offset, address, nbytes) -> errno`."""
+        callback = MediumCallback(medium) if medium is not None else MediumCallback(0)
+        array = (ctypes.c_int * max(len(fds), 1))(*fds)
+        capacity = -1 if capacity_bytes is None else capacity_bytes
+        self._tier_add(array, len(fds), stripe_bytes, capacity, callback)
+        self._kept_tiers.append(callback)  # ctypes would free it while the movers still call it
+
+    def ranges_stop(self, *, bring_back: bool) -> int:
+        """Let nothing leave any more; return an errno for what could not be read back, or 0."""
+        error = self._ranges_stop(bring_back)
+        self._kept_tiers.clear()
+        return error
+
+    def range_counters(self) -> RangeCounters:
+        """Return the numbers of ranges now."""
+        out = (ctypes.c_int64 * 12)()
+        self._range_counters(out)
+        return RangeCounters(**dict(zip(RangeCounters.__slots__, out, strict=True)))
+
+    def tier_counters(self, tier: int) -> tuple[int, int, int]:
+        """Return the bytes written to a tier, read from it, and held by it."""
+        out = (ctypes.c_int64 * 3)()
+        self._tier_counters(tier, out)
+        return out[0], out[1], out[2]
+
+    def range_meter(self) -> tuple[float, ...]:
+        """Return bytes, transfers and nanoseconds of writes, of reads, of awaited writes and of awaited reads."""
+        out = (ctypes.c_double * 12)()
+        self._range_meter(out)
+        return tuple(out)
+
+    def place(self, tensor_address: int) -> Place | None:
+        """Return where a tensor's bytes are (None: they are not a range's)."""
+        place = self._place(tensor_address)
+        return None if place < 0 else Place(place)
+
+    def take_trouble(self) -> tuple[Trouble | None, Trouble | None]:
+        """Return what stopped the program and the last write that failed, once."""
+        out = (ctypes.c_int64 * 6)()
+        self._take_trouble(out)
+        read = Trouble(code=out[0], nbytes=out[1], tier=out[2]) if out[0] else None
+        write = Trouble(code=out[3], nbytes=out[4], tier=out[5]) if out[3] else None
+        return read, write
+
+    def step_end(self) -> tuple[int | None, int, int | None]:
+        """End a step; return the plan it followed to its end, its operators, and where it left the first plan."""
+        out = (ctypes.c_int64 * 2)()
+        plan = self._step_end(out)
+        return (None if plan < 0 else plan), out[0], (None if out[1] < 0 else out[1])
+
+    def name_id(self, name: str) -> int:
+        """Return the number under which the log and plans know an operator's name."""
+        return self._name_id(name.encode())
+
+    def plan_add(
+        self,
+        *,
+        names: Sequence[int],
+        storages: Sequence[tuple[int, int, int, int, int, int]],
+        uses: Sequence[Sequence[int]],
+        actions: Sequence[tuple[int, int, int, int]],
+    ) -> int:
+        """Add a compiled plan and return its number; tide.cpp says what the columns of each row are."""
+        begins = [0, *accumulate(len(one) for one in uses)]
+        rows = [value for row in storages for value in row]
+        steps = [value for row in actions for value in row]
+        flat = [op for one in uses for op in one]
+
+        def array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+            return (ctypes.c_int64 * max(len(values), 1))(*values)
+
+        return self._plan_add(
+            len(names), array(names), len(storages), array(rows), array(begins), array(flat), len(actions), array(steps)
+        )
 
     def pack(self, tensor_address: int) -> tuple[int, int, bool, int, int]:
         """Note a saved tensor; return (pack, record, record is new, its storage's bytes, version)."""

@@ -7,7 +7,7 @@
 // has no point any more. Then the allocation waits, without the GIL, until anything is freed, and tries
 // again. It fails when no transfer is under way and none has ended since; that is counted here, because the movers
 // report a transfer to Python before its memory is free.
-#include "pages.h"
+#include "ranges.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -67,10 +67,11 @@ void* try_block(int64_t n, bool large) {
     char* start = all.take(n);
     if (!start) return nullptr;
     int64_t serial = ++counters.serial;
-    all.live[start] = Block{n, serial};
+    Range* range = ranges().add(start, n, serial);
     count_live(n);
     if (logging.load(std::memory_order_relaxed))
       log_event(fetching_record >= 0 ? Event::kFetchAlloc : Event::kAlloc, serial, n, fetching_record);
+    note_made(range);
     return start;
   }
   if (!try_reserve(n)) {
@@ -121,8 +122,32 @@ bool interrupted() {
   return raised;
 }
 
+// Where ranges may leave, room is made here, without Python.
+void* block_after_ranges_left(int64_t n, bool large) {
+  Ranges& all = ranges();
+  for (;;) {
+    if (interrupted()) return nullptr;
+    uint64_t epoch;
+    {
+      std::lock_guard<std::mutex> guard(pages().mutex);
+      epoch = all.epoch();
+      all.make_room(n);
+    }
+    if (void* block = try_block(n, large)) return block;
+    int64_t start = now_ns();
+    {
+      WithoutGil released;
+      if (!all.progress_waiting(epoch)) return nullptr;
+    }
+    add_stall_ns(now_ns() - start);
+    if (void* block = try_block(n, large)) return block;
+  }
+}
+
 // See Note [Asking for room].
 void* block_after_making_room(int64_t n, bool large) {
+  if (forked) return nullptr;
+  if (ranges().running()) return block_after_ranges_left(n, large);
   Pressure ask = pressure.load();
   if (!ask || asking_for_room || forked) return nullptr;
   ++waiters;
@@ -178,11 +203,31 @@ void delete_block(void* block) {
   tell_profiler(block, -bytes);
 }
 
+// What went wrong where nothing could be thrown: Python, which knows the tier, says what it means.
+void raise_trouble() {
+  Trouble trouble;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    trouble = ranges().trouble();
+  }
+  if (forked || trouble.code == 0) return;
+  if (trouble.code == ENOMEM) ++counters.refused;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      false,
+      "lowtide: ",
+      trouble.bytes,
+      " bytes of a tensor ",
+      trouble.code == ENOMEM ? "are needed by an operator whose operands alone pass the budget"
+                             : "could not be read back from the spill");
+}
+
 class BudgetAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (n == 0) return {nullptr, nullptr, &delete_block, cpu};
+    if (C10_UNLIKELY(ranges().troubled.load(std::memory_order_relaxed))) raise_trouble();
     void* block = take_block(static_cast<int64_t>(n), Patience::kWait);
     if (!block) {
       Failure f;
@@ -255,14 +300,12 @@ int64_t give_block(void* block) {
   if (is_large(block)) {
     Pages& all = pages();
     std::lock_guard<std::mutex> guard(all.mutex);
-    auto found = all.live.find(block);
-    bytes = found->second.bytes;
-    serial = found->second.serial;
-    all.live.erase(found);
+    Range* range = ranges().of_data(block);
+    bytes = range->bytes;
+    serial = range->serial;
     if (logging.load(std::memory_order_relaxed))
       log_event(evicting ? Event::kEvictFree : Event::kFree, serial, bytes);
-    counters.live -= bytes;
-    all.keep_merged(static_cast<char*>(block), bytes);
+    ranges().remove(range);
     if (!installed) all.trim_all();  // nobody will ask for these pages again
   } else {
     auto* header = static_cast<Header*>(block) - 1;
@@ -291,12 +334,10 @@ bool is_ours(const c10::StorageImpl* storage) {
 int64_t serial_of(const c10::StorageImpl* storage) {
   const c10::DataPtr& data = storage->data_ptr();
   void* block = data.get_context();
-  if (!block || data.get_deleter() != &delete_block) return -reinterpret_cast<int64_t>(storage->data());
-  if (!is_large(block)) return (static_cast<Header*>(block) - 1)->serial;
-  Pages& all = pages();
-  std::lock_guard<std::mutex> guard(all.mutex);
-  auto found = all.live.find(block);
-  return found == all.live.end() ? 0 : found->second.serial;
+  if (block && data.get_deleter() == &delete_block && !is_large(block)) return (static_cast<Header*>(block) - 1)->serial;
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = ranges().of_data(storage->data());
+  return range ? range->serial : -reinterpret_cast<int64_t>(storage->data());
 }
 
 void notify_progress() {

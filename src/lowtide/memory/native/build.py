@@ -35,8 +35,27 @@ NATIVE = Library(
     title="the native part",
     build_s=15,
     directory=Path(__file__).parent,
-    sources=("budget.cpp", "mover.cpp", "observe.cpp", "records.cpp"),
-    headers=("lowtide.h", "meter.h", "mover.h", "pages.h"),
+    sources=(
+        "budget.cpp",
+        "faults.cpp",
+        "mover.cpp",
+        "observe.cpp",
+        "ranges.cpp",
+        "records.cpp",
+        "schedule.cpp",
+        "tide.cpp",
+    ),
+    headers=(
+        "checksum.h",
+        "lowtide.h",
+        "meter.h",
+        "mover.h",
+        "pages.h",
+        "range.h",
+        "ranges.h",
+        "schedule.h",
+        "tier.h",
+    ),
 )
 
 # Words of a failed compiler, and what helps; the first that fits is said.

@@ -83,7 +83,7 @@ enum class Event : int32_t {
   kFree = 1,        // a: serial, b: bytes
   kFetchAlloc = 2,  // a: serial, b: bytes, c: record; room for bytes that come back
   kEvictFree = 3,   // a: serial, b: bytes; room given up because a tier holds the bytes
-  kOpBegin = 4,     // a: name, b: scope
+  kOpBegin = 4,     // a: name, b: scope, c: 1 if it computes, 2 if it is a view or composed of others (0: not told)
   kOpEnd = 5,       // a: name, b: scope
   kRead = 6,        // a: serial, b: version, c: bytes; operands of the operator that began last
   kWrite = 7,       // a: serial, b: version, c: bytes; results of the operator that ends next
@@ -95,12 +95,19 @@ enum class Event : int32_t {
   kModule = 13,     // a: name
   kMarker = 14,     // a, b: the caller's
   kCall = 15,       // a: number; which of the step's calls the operator is that began last
+  kExists = 16,     // a: serial, b: bytes; alive when the log begins
+  kTouch = 17,      // a: serial, b: 1 if written; a use that no operator announced
+  kLeft = 18,       // a: serial, b: bytes, c: 1 if they had to be written; pages leave
+  kCameBack = 19,   // a: serial, b: bytes; pages are back
 };
 
 extern std::atomic<bool> logging;
 void log_event(Event kind, int64_t a, int64_t b = 0, int64_t c = 0);
 void lock_log_for_fork();
 void unlock_log_after_fork();
+struct Range;
+// A block was made on this thread: the operator that runs uses it until it ends. With `pages().mutex` held.
+void note_made(Range* range);
 // The outermost operator that runs on this thread, as its caller names it, or "" if operators are not observed.
 const char* current_op();
 

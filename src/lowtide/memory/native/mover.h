@@ -5,8 +5,9 @@
 // Threads here never touch Python, except inside a medium that is written in Python; a storage is released, and the
 // memory free, the moment its write lands (R4), without the interpreter taking part.
 #pragma once
-#include "lowtide.h"
+#include "checksum.h"
 #include "meter.h"
+#include "tier.h"
 
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
@@ -31,9 +32,6 @@ namespace lowtide {
 
 constexpr int64_t kChunk = 8 << 20;
 constexpr int64_t kBounce = 1 << 20;
-constexpr int kShortRead = 10001;  // not an errno: fewer bytes than were written
-constexpr int kCorrupted = 10002;  // not an errno: another checksum than was written
-constexpr int kLost = 10003;       // not an errno: the tier was closed before the bytes were asked for again
 
 // Where a record's bytes are, and who pays for them.
 enum State : int {
@@ -86,8 +84,6 @@ struct Completion {
   int32_t error;
 };
 
-using MediumCall = int (*)(int write, int64_t offset, void* data, int64_t bytes);
-
 struct Medium {
   std::vector<int> fds;
   int64_t stripe = 8 << 20;
@@ -95,24 +91,6 @@ struct Medium {
   bool verify = false;
   MediumCall call = nullptr;  // set: a medium written in Python
 };
-
-// A 64-bit checksum in four independent lanes (each step is invertible, so any single changed word changes it).
-inline uint64_t checksum_of(const char* data, int64_t bytes) {
-  constexpr uint64_t kMul = 0x9E3779B97F4A7C15ull;
-  uint64_t lane[4] = {1, 2, 3, 4};
-  int64_t i = 0;
-  for (; i + 32 <= bytes; i += 32)
-    for (int k = 0; k < 4; ++k) {
-      uint64_t word;
-      std::memcpy(&word, data + i + 8 * k, 8);
-      lane[k] = (lane[k] ^ word) * kMul;
-      lane[k] ^= lane[k] >> 29;
-    }
-  uint64_t sum = static_cast<uint64_t>(bytes);
-  for (; i < bytes; ++i) sum = (sum ^ static_cast<unsigned char>(data[i])) * kMul;
-  for (uint64_t l : lane) sum = ((sum ^ l) * kMul) ^ (sum >> 31);
-  return sum;
-}
 
 class Mover {
  public:

@@ -1,9 +1,14 @@
 // The log of a step: operators, allocations, operands, what autograd saved, and waits; in C++, so that watching a step
 // hardly changes it. PyTorch's own observer interface (RecordFunction) reports every dispatched operator, forward,
 // backward and optimizer, without changing how anything is dispatched.
-#include "lowtide.h"
+//
+// Note [Announcing]: before an operator runs, its operands are pinned and brought back; what it allocates is pinned too;
+// when it ends, all of it may leave again. Views touch no bytes, and what is composed of other operators leaves it to
+// them. A list of tensors too long for memory (a fused optimizer's) is not pinned: faults bring its tensors one by one.
+#include "schedule.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <pthread.h>
 
@@ -83,24 +88,165 @@ void log_value(Event kind, const c10::IValue& value) {
   }
 }
 
-struct Context : at::ObserverContext {};
+// What the observer has to know of an operator, from its schema.
+struct Facts {
+  std::string name, overload;
+  int64_t id = -1;
+  bool computes = false;  // neither a view nor composed of others: an operator of a trace
+  bool touches = false;   // and it reads or writes the bytes of what it is given
+  std::vector<bool> writes;  // by argument
+};
+
+bool ends_with(const std::string& text, const char* end) {
+  size_t n = std::strlen(end);
+  return text.size() >= n && text.compare(text.size() - n, n, end) == 0;
+}
+
+Facts facts_from_schema(const at::RecordFunction& fn) {
+  Facts facts;
+  facts.name = fn.name();
+  facts.overload = fn.overload_name() ? fn.overload_name() : "";
+  {
+    std::lock_guard<std::mutex> guard(log_mutex);
+    facts.id = name_id(facts.name);
+  }
+  auto name = fn.operator_name();
+  if (!name || facts.name == "aten::empty") return facts;
+  auto op = c10::Dispatcher::singleton().findSchema(*name);
+  if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return facts;
+  const auto& schema = op->schema();
+  const auto& returns = schema.returns();
+  bool view = !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  });
+  if (view) return facts;
+  facts.computes = true;
+  // These look at shapes only.
+  facts.touches = !ends_with(facts.name, "_like") && facts.name.find("::new_") == std::string::npos;
+  for (const auto& argument : schema.arguments())
+    facts.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+  return facts;
+}
+
+// Schemas live as long as the process, and so do their names: a name's address tells the operator, if the text agrees.
+const Facts& facts_of(const at::RecordFunction& fn) {
+  thread_local std::unordered_map<const char*, Facts> known;
+  const char* overload = fn.overload_name() ? fn.overload_name() : "";
+  auto found = known.find(fn.name());
+  if (found != known.end() && found->second.name == fn.name() && found->second.overload == overload)
+    return found->second;
+  return known[fn.name()] = facts_from_schema(fn);
+}
+
+// What an operator holds until it ends.
+struct Hold {
+  Range* range;
+  int64_t serial;
+};
+
+struct Use : at::ObserverContext {
+  std::vector<Hold> holds;
+  bool computes = false;
+};
+
+std::atomic<bool> touching{false};
+std::atomic<int64_t> stress_one_in{0};  // for tests: one operator in so many makes everything leave
+thread_local Use* outermost = nullptr;
+thread_local uint64_t dice = 0x9E3779B97F4A7C15ull;
+
+struct Operand {
+  Range* range;
+  bool writes;
+};
+
+Range* range_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage() || impl->device_type() != c10::DeviceType::CPU) return nullptr;
+  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  return storage && storage->nbytes() >= static_cast<size_t>(kLarge) ? ranges().of_data(storage->data()) : nullptr;
+}
+
+// With `pages().mutex` held.
+void collect(const c10::IValue& value, bool writes, std::vector<Operand>& single, std::vector<Operand>& listed) {
+  auto add = [&](const at::Tensor& tensor, std::vector<Operand>& into) {
+    if (Range* range = range_of(tensor)) into.push_back({range, writes});
+  };
+  if (value.isTensor()) {
+    add(value.toTensor(), single);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) add(tensor, listed);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      if (tensor) add(*tensor, listed);
+  }
+}
+
+// See Note [Announcing].
+void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
+  Ranges& all = ranges();
+  thread_local std::vector<Operand> single, listed;
+  single.clear();
+  listed.clear();
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  if (!outermost && facts.computes && schedule().in_step()) {
+    schedule().on_operator(facts.id);
+    int64_t one_in = stress_one_in.load(std::memory_order_relaxed);
+    dice = dice * 6364136223846793005ull + 1442695040888963407ull;
+    if (one_in && (dice >> 33) % one_in == 0) all.leave_all();
+  }
+  if (!facts.touches || !all.announcing) return;
+  auto inputs = fn.inputs();
+  for (size_t i = 0; i < inputs.size(); ++i)
+    collect(inputs[i], i < facts.writes.size() && facts.writes[i], single, listed);
+  int64_t list_bytes = 0;
+  for (const Operand& operand : listed) list_bytes += operand.range->bytes;
+  int64_t budget = counters.budget.load(std::memory_order_relaxed);
+  if (!budget || list_bytes <= budget / 4) single.insert(single.end(), listed.begin(), listed.end());
+  if (single.empty()) return;
+  ++all.counted.touches;
+  for (const Operand& operand : single) {
+    all.pin(operand.range);
+    use.holds.push_back({operand.range, operand.range->serial});
+  }
+  for (const Operand& operand : single)
+    if (operand.range->place == Place::kAway) all.prefetch(operand.range);  // all of them at once, where there is room
+  for (const Operand& operand : single) {
+    if (operand.range->place != Place::kHere) all.bring_waiting(operand.range, guard, true);
+    all.touch(operand.range, operand.writes);
+  }
+}
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
   running.push_back(fn.name());
-  if (logging.load(std::memory_order_relaxed)) {
-    int64_t id;
-    {
-      std::lock_guard<std::mutex> guard(log_mutex);
-      id = name_id(fn.name());
-    }
-    log_event(Event::kOpBegin, id, static_cast<int64_t>(fn.scope()));
-    if (with_operands && fn.scope() == at::RecordScope::FUNCTION)
-      for (const auto& value : fn.inputs()) log_value(Event::kRead, value);
+  bool log = logging.load(std::memory_order_relaxed), touch = touching.load(std::memory_order_relaxed);
+  if (!log && !touch) return nullptr;
+  bool function = fn.scope() == at::RecordScope::FUNCTION;
+  const Facts& facts = facts_of(fn);
+  if (log) log_event(Event::kOpBegin, facts.id, static_cast<int64_t>(fn.scope()), touch ? (facts.computes ? 1 : 2) : 0);
+  std::unique_ptr<Use> use;
+  if (touch && function) {
+    use = std::make_unique<Use>();
+    use->computes = facts.computes;
+    announce(fn, facts, *use);
+    if (!outermost && facts.computes) outermost = use.get();
   }
-  return nullptr;
+  if (log && with_operands && function && (!touch || facts.touches || !facts.computes))
+    for (const auto& value : fn.inputs()) log_value(Event::kRead, value);
+  return use;
 }
 
-void on_end(const at::RecordFunction& fn, at::ObserverContext*) {
+void end_use(Use& use) {
+  if (outermost == &use) outermost = nullptr;
+  if (use.holds.empty()) return;
+  Ranges& all = ranges();
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  for (const Hold& hold : use.holds)
+    if (hold.range->serial == hold.serial) all.unpin(hold.range);
+}
+
+void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
+  if (context) end_use(*static_cast<Use*>(context));
   // Not always the last: a range of the user's is opened inside an operator that ends before it does.
   for (size_t at = running.size(); at-- > 0;)
     if (running[at] == fn.name() || std::strcmp(running[at], fn.name()) == 0) {
@@ -177,6 +323,15 @@ void unlock_log_after_fork() {
   log_mutex.unlock();
 }
 
+void note_made(Range* range) {
+  if (outermost) {
+    ranges().pin(range);
+    outermost->holds.push_back({range, range->serial});
+  }
+  if (touching.load(std::memory_order_relaxed) && range->bytes >= ranges().least_bytes && schedule().in_step())
+    schedule().on_born(range);
+}
+
 const char* current_op() {
   for (const char* name : running)
     if (std::strstr(name, "::") && std::strncmp(name, "autograd::", 10) != 0) return name;
@@ -211,6 +366,25 @@ void lt_log_start() {
   }
   interrupted_log = false;
   logging = true;
+  if (!touching) return;
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().each([](Range* range) { log_event(Event::kExists, range->serial, range->bytes); });
+}
+
+// Announce operators' operands to their ranges, or do not.
+void lt_touch(int on) {
+  touching = on != 0;
+}
+
+// For tests: one operator in `one_in` makes everything leave that may (0: none).
+void lt_stress(int64_t one_in, uint64_t seed) {
+  stress_one_in = one_in;
+  dice = seed * 2 + 1;
+}
+
+int64_t lt_name_id(const char* name) {
+  std::lock_guard<std::mutex> guard(log_mutex);
+  return name_id(name);
 }
 
 // Stop; the entries stay until the next start. Returns how many there are, or -1 if they are not all: there was no room,

@@ -4,8 +4,12 @@
 // sizes neither faults nor zeroes pages. What is scarce is physical memory, not addresses: when no kept range is long
 // enough, kept pages are moved side by side into a new range of addresses (mremap), which costs page-table work instead
 // of zeroing, and fragmentation can never make an allocation fail.
+//
+// Note [Holes]: a range keeps its addresses while its pages are elsewhere. `detach` moves its pages to other addresses and
+// leaves a hole, reserved and without access; `attach` moves pages onto a hole. Both move page tables, not bytes. From 2 MiB
+// on, addresses are aligned alike on both sides, so that huge pages move whole.
 #pragma once
-#include "lowtide.h"
+#include "range.h"
 
 #include <malloc.h>
 #include <sys/mman.h>
@@ -60,12 +64,7 @@ inline void trim_malloc_if_needed() {
   malloc_trim(0);
 }
 
-struct Block {
-  int64_t bytes;
-  int64_t serial;
-};
-
-// All kept (free) ranges and all live large blocks. Guarded by `mutex`.
+// All kept (free) pages. Guarded by `mutex`, as is everything that has to do with ranges.
 class Pages {
  public:
   std::mutex mutex;
@@ -122,9 +121,86 @@ class Pages {
     return kept_;
   }
 
-  std::unordered_map<void*, Block> live;
+  // `n` bytes of fresh pages, whatever the budget says: where the alternative is a wrong number.
+  char* take_beyond_budget(int64_t n) {
+    counters.reserved += n;
+    raise_to(counters.peak_reserved, counters.reserved.load());
+    return map_fresh(n);
+  }
+
+  // See Note [Holes]. Returns where the pages are now, or nullptr: they could not be moved and are where they were.
+  char* detach(char* start, int64_t n) {
+    char* elsewhere = reserve(n, start);
+    if (!elsewhere) return nullptr;
+    if (!relocate(start, n, elsewhere)) {
+      munmap(elsewhere, n);
+      return nullptr;
+    }
+    if (mmap(start, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED) {
+      relocate(elsewhere, n, start);  // the addresses must stay ours
+      return nullptr;
+    }
+    return elsewhere;
+  }
+
+  // See Note [Holes]. False: the pages are still at `elsewhere`, and the hole is one.
+  bool attach(char* elsewhere, int64_t n, char* start) {
+    return relocate(elsewhere, n, start);
+  }
+
+  void unmap_hole(char* start, int64_t n) {
+    munmap(start, n);
+    drop_seams(start, n);
+  }
+
+  // Pages at addresses that are not ours alone go back to the kernel; they were counted as reserved.
+  void forget_pages(int64_t n) {
+    counters.reserved -= n;
+  }
 
  private:
+  static constexpr int64_t kHuge = 2 << 20;
+
+  // Addresses without pages, aligned as `like` is where huge pages may move.
+  static char* reserve(int64_t n, const char* like) {
+    int64_t slack = n >= kHuge ? kHuge : 0;
+    void* got = mmap(nullptr, n + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (got == MAP_FAILED) return nullptr;
+    char* base = static_cast<char*>(got);
+    if (!slack) return base;
+    int64_t shift = (reinterpret_cast<uintptr_t>(like) - reinterpret_cast<uintptr_t>(base)) & (kHuge - 1);
+    if (shift > 0) munmap(base, shift);
+    if (shift < slack) munmap(base + shift + n, slack - shift);
+    return base + shift;
+  }
+
+  // Move whole mappings (mremap may refuse to cross a seam); on failure everything is where it was.
+  bool relocate(char* from, int64_t n, char* to) {
+    int64_t moved = 0;
+    while (moved < n) {
+      auto seam = seams_.upper_bound(from + moved);
+      char* stop = seam == seams_.end() ? from + n : std::min(*seam, from + n);
+      int64_t bytes = stop - (from + moved);
+      if (mremap(from + moved, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to + moved) == MAP_FAILED) break;
+      seams_.insert(to + moved);
+      moved += bytes;
+    }
+    if (moved == n) {
+      drop_seams(from, n);
+      seams_.insert(to + n);
+      return true;
+    }
+    for (int64_t back = 0; back < moved;) {
+      auto seam = seams_.upper_bound(to + back);
+      int64_t bytes = std::min(seam == seams_.end() ? to + moved : *seam, to + moved) - (to + back);
+      // The way back needs no more mappings than there were: if even that fails, memory is lost, and nobody may go on.
+      if (mremap(to + back, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, from + back) == MAP_FAILED) std::abort();
+      back += bytes;
+    }
+    mmap(to, moved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    return false;
+  }
+
   void keep(char* start, int64_t length) {
     by_start_.emplace(start, length);
     by_size_.emplace(length, start);
@@ -139,15 +215,17 @@ class Pages {
 
   char* map_fresh(int64_t n) {
     trim_malloc_if_needed();
-    void* p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
+    char* p = reserve(n, nullptr);
+    if (!p || mprotect(p, n, PROT_READ | PROT_WRITE) != 0) {
+      if (p) munmap(p, n);
       counters.reserved -= n;
       return nullptr;
     }
-    seams_.insert(static_cast<char*>(p));
-    if (n >= (2 << 20)) madvise(p, n, MADV_HUGEPAGE);
+    seams_.insert(p);
+    seams_.insert(p + n);
+    if (n >= kHuge) madvise(p, n, MADV_HUGEPAGE);
     counters.fresh_bytes += n;
-    return static_cast<char*>(p);
+    return p;
   }
 
   void unmap_some(int64_t at_most) {

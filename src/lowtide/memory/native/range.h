@@ -1,0 +1,48 @@
+// A range: the addresses of one large block of tensor memory, which stay while its pages come and go.
+#pragma once
+#include "lowtide.h"
+
+#include <list>
+
+namespace lowtide {
+
+struct Transfer;
+
+// Where a range's bytes are, and who pays for them. `dirty` and `slot` say whether its tier holds them too.
+enum class Place : uint8_t {
+  kHere = 0,      // its pages are at its addresses
+  kLeaving = 1,   // its pages are elsewhere, being written; fast memory still pays
+  kAway = 2,      // its tier only
+  kArriving = 3,  // its pages are elsewhere, being read; fast memory pays already
+};
+
+// Where a tier keeps a range's bytes (offset -1: nowhere).
+struct Slot {
+  int32_t tier = 0;
+  int64_t offset = -1;
+};
+
+struct Range {
+  char* start = nullptr;
+  int64_t bytes = 0;   // whole pages
+  int64_t serial = 0;  // 0: not a range any more
+  Place place = Place::kHere;
+  bool dirty = true;        // changed since its slot was written, or never written
+  bool writable = true;     // mapped for writing; a range that came back is not until somebody writes (tracked)
+  bool tracked = false;     // worth knowing whether it changes: it will leave again
+  bool foreign = false;     // another allocator's memory, taken over: its addresses are not ours to give up
+  bool leave_asked = false; // the plan wants it away, to `leave_tier`, as soon as nobody uses it
+  bool stuck = false;       // a write of it failed, or its pages cannot be moved: it stays (R4)
+  bool lost = false;        // its bytes could not be read back
+  int32_t leave_tier = 0;
+  int pins = 0;             // operators that use it now, and those it was lent to
+  int64_t last_touch = 0;   // by the clock of touches
+  int64_t storage = -1;     // its number in the plan that is followed
+  Slot slot;
+  uint64_t checksum = 0;
+  char* data = nullptr;           // the tensor's own address; below `start` for foreign memory
+  Transfer* transfer = nullptr;   // under way
+  std::list<Range*>::iterator by_age;  // its place among all ranges, least recently touched first
+};
+
+}  // namespace lowtide

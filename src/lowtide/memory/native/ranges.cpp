@@ -1,0 +1,592 @@
+// See ranges.h.
+#include "ranges.h"
+
+#include "checksum.h"
+#include "schedule.h"
+
+#include <cstring>
+
+namespace lowtide {
+namespace {
+
+constexpr int64_t kChunk = 8 << 20;
+
+}  // namespace
+
+Ranges& ranges() {
+  static Ranges* instance = new Ranges;
+  return *instance;
+}
+
+// ---- blocks come and go ----
+
+Range* Ranges::add(char* start, int64_t bytes, int64_t serial) {
+  if (unused_.empty()) {
+    made_.push_back(std::make_unique<Range>());
+    unused_.push_back(made_.back().get());
+  }
+  Range* range = unused_.back();
+  unused_.pop_back();
+  *range = Range{};
+  range->start = range->data = start;
+  range->bytes = bytes;
+  range->serial = serial;
+  range->last_touch = ++clock;
+  range->by_age = by_age_.insert(by_age_.end(), range);
+  by_start_.emplace(start, range);
+  by_data_.emplace(start, range);
+  by_serial_.emplace(serial, range);
+  return range;
+}
+
+void Ranges::forget(Range* range) {
+  if (Transfer* transfer = range->transfer) {
+    transfer->cancelled = true;  // its end keeps the pages and gives the slot back
+    transfer->range = nullptr;
+    range->transfer = nullptr;
+    range->slot = Slot{};
+  }
+  give_slot(range->slot, range->bytes);
+  by_age_.erase(range->by_age);
+  by_start_.erase(range->start);
+  by_data_.erase(range->data);
+  by_serial_.erase(range->serial);
+  range->serial = 0;
+  unused_.push_back(range);
+  progress();
+}
+
+void Ranges::remove(Range* range) {
+  if (range->place != Place::kAway) counters.live -= range->bytes;
+  if (range->place == Place::kHere) {
+    if (!range->writable) mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE);
+    pages().keep_merged(range->start, range->bytes);
+  } else {
+    pages().unmap_hole(range->start, range->bytes);
+  }
+  forget(range);
+}
+
+Range* Ranges::adopt(char* data, int64_t bytes) {
+  auto first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) & ~static_cast<uintptr_t>(kPage - 1);
+  auto end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~static_cast<uintptr_t>(kPage - 1);
+  if (end < first + kLarge || of_data(data)) return nullptr;
+  auto length = static_cast<int64_t>(end - first);
+  Range* range = add(reinterpret_cast<char*>(first), length, ++counters.serial);
+  by_data_.erase(range->data);
+  range->data = data;
+  by_data_.emplace(data, range);
+  range->foreign = true;
+  range->tracked = true;
+  counters.reserved += length;
+  raise_to(counters.peak_reserved, counters.reserved.load());
+  count_live(length);
+  return range;
+}
+
+void Ranges::disown(Range* range) {
+  if (range->place != Place::kAway) counters.live -= range->bytes;
+  if (range->place == Place::kHere) {
+    pages().forget_pages(range->bytes);
+    if (!range->writable) mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE);
+  } else {
+    // Its allocator may write there as soon as we return: pages of its own, and none of ours.
+    mmap(range->start, range->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  }
+  forget(range);
+}
+
+Range* Ranges::at(const void* address) const {
+  auto after = by_start_.upper_bound(static_cast<const char*>(address));
+  if (after == by_start_.begin()) return nullptr;
+  Range* range = std::prev(after)->second;
+  return static_cast<const char*>(address) < range->start + range->bytes ? range : nullptr;
+}
+
+// ---- use ----
+
+void Ranges::touch(Range* range, bool writes) {
+  range->last_touch = ++clock;
+  by_age_.splice(by_age_.end(), by_age_, range->by_age);
+  if (!writes) return;
+  range->dirty = true;
+  if (range->place == Place::kHere && !range->writable) make_writable(range);
+}
+
+void Ranges::unpin(Range* range) {
+  if (--range->pins > 0) return;
+  if (range->leave_asked) {
+    range->leave_asked = false;
+    if (may_leave(range)) leave(range, range->leave_tier);
+  }
+  progress();
+}
+
+void Ranges::note_trouble(const Trouble& trouble) {
+  if (trouble_.code == 0) trouble_ = trouble;
+  troubled = true;
+}
+
+bool Ranges::progress_waiting(uint64_t epoch) {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  if (epoch_ != epoch) return true;
+  if (counted.leaving == 0 && counted.arriving == 0) return false;
+  ++waiting_;
+  meter.wait(+1);
+  // Not for ever: Python sees Ctrl-C only when it is asked again.
+  changed.wait_for(guard, std::chrono::milliseconds(200), [&] { return epoch_ != epoch; });
+  meter.wait(-1);
+  --waiting_;
+  return true;
+}
+
+void Ranges::progress() {
+  ++epoch_;
+  if (waiting_ > 0) changed.notify_all();
+}
+
+bool Ranges::make_writable(Range* range) {
+  if (mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE) != 0) return false;
+  range->writable = true;
+  return true;
+}
+
+void Ranges::settle(Range* range, char* from) {
+  if (!pages().attach(from, range->bytes, range->start)) std::abort();  // a hole takes as many mappings as its pages had
+  range->place = Place::kHere;
+  progress();
+}
+
+bool Ranges::call_back(Range* range) {
+  Transfer* transfer = range->transfer;
+  // Files are written from pages that the kernel holds meanwhile; a checksum or a medium in Python reads the addresses.
+  if (transfer->summing || (transfer->pending > 0 && tiers[transfer->slot.tier].call)) {
+    transfer->recalled = true;
+    return false;
+  }
+  transfer->cancelled = true;
+  transfer->range = nullptr;
+  range->transfer = nullptr;
+  counted.leaving -= range->bytes;
+  // What has been written of it, or is being written, is worth nothing; its slot goes back when the transfer has ended.
+  range->slot = Slot{range->slot.tier, -1};
+  range->dirty = range->writable = true;
+  settle(range, transfer->data);
+  transfer->data = nullptr;
+  return true;
+}
+
+void Ranges::begin_read(Range* range, char* pages, bool urgent) {
+  auto* transfer = new Transfer{range, false, pages, range->bytes, range->slot};
+  range->transfer = transfer;
+  range->place = Place::kArriving;
+  counted.arriving += range->bytes;
+  count_live(range->bytes);
+  transfer_began(range->bytes);
+  if (urgent)
+    reads_.push_front(transfer);
+  else
+    reads_.push_back(transfer);
+  queued_.notify_all();
+}
+
+void Ranges::hurry(Transfer* transfer) {
+  auto found = std::find(reads_.begin(), reads_.end(), transfer);
+  if (found == reads_.end() || found == reads_.begin()) return;
+  reads_.erase(found);
+  reads_.push_front(transfer);
+}
+
+bool Ranges::prefetch(Range* range) {
+  range->leave_asked = false;
+  if (range->place == Place::kLeaving) call_back(range);
+  if (range->place != Place::kAway) return true;
+  if (range->lost || stopping_) return false;
+  char* room = pages().take(range->bytes);
+  if (!room) return false;
+  begin_read(range, room, false);
+  return true;
+}
+
+bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bool with_gil) {
+  int64_t serial = range->serial, began_ns = 0;
+  bool here = false;
+  while (range->serial == serial) {
+    if (range->place == Place::kHere) {
+      here = true;
+      break;
+    }
+    if (range->place == Place::kLeaving) {
+      if (call_back(range)) continue;
+    } else if (range->lost) {
+      break;
+    } else if (range->place == Place::kAway) {
+      char* room = pages().take(range->bytes);
+      if (!room) {
+        make_room(range->bytes);
+        room = pages().take(range->bytes);
+      }
+      // See Note [Who may wait].
+      if (!room && counted.leaving == 0 && counted.arriving == 0) {
+        room = pages().take_beyond_budget(range->bytes);
+        counted.beyond += range->bytes;
+        note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
+      }
+      if (room) {
+        begin_read(range, room, true);
+        continue;
+      }
+    } else {
+      hurry(range->transfer);
+    }
+    if (!began_ns) {
+      began_ns = now_ns();
+      ++counted.waits;
+      meter.wait(+1);
+    }
+    uint64_t seen = epoch_;
+    auto moved_on = [&] { return epoch_ != seen; };
+    ++waiting_;
+    if (with_gil) {
+      guard.unlock();
+      {
+        WithoutGil released;
+        guard.lock();
+        changed.wait(guard, moved_on);
+        guard.unlock();
+      }
+      guard.lock();
+    } else {
+      changed.wait(guard, moved_on);
+    }
+    --waiting_;
+  }
+  if (began_ns) {
+    int64_t waited = now_ns() - began_ns;
+    counted.wait_ns += waited;
+    meter.wait(-1);
+    guard.unlock();
+    add_stall_ns(waited);
+    guard.lock();
+  }
+  return here;
+}
+
+// ---- leaving ----
+
+void Ranges::give_slot(Slot& slot, int64_t bytes) {
+  if (slot.offset >= 0 && slot.tier < static_cast<int32_t>(tiers.size())) tiers[slot.tier].extents.give(slot.offset, bytes);
+  slot = Slot{slot.tier, -1};
+}
+
+bool Ranges::leave(Range* range, int32_t tier) {
+  if (!may_leave(range) || stopping_ || tier >= static_cast<int32_t>(tiers.size())) return false;
+  bool clean = !range->dirty && range->slot.offset >= 0;
+  if (!clean) {
+    if (range->slot.offset >= 0 && range->slot.tier != tier) give_slot(range->slot, range->bytes);
+    if (range->slot.offset < 0) {
+      range->slot = Slot{tier, tiers[tier].extents.take(range->bytes)};
+      if (range->slot.offset < 0) {
+        range->stuck = true;
+        failed_write_ = {ENOSPC, true, range->bytes, tier};
+        return false;
+      }
+    }
+  }
+  bool writable = range->writable;
+  char* away = pages().detach(range->start, range->bytes);
+  if (!away) {
+    range->stuck = true;
+    return false;
+  }
+  if (!writable) mprotect(away, range->bytes, PROT_READ | PROT_WRITE);
+  range->writable = true;
+  bool log = logging.load(std::memory_order_relaxed);
+  if (log) log_event(Event::kLeft, range->serial, range->bytes, clean ? 0 : 1);
+  if (clean) {
+    range->place = Place::kAway;
+    counters.live -= range->bytes;
+    counted.released += range->bytes;
+    pages().keep_merged(away, range->bytes);
+    return true;
+  }
+  auto* transfer = new Transfer{range, true, away, range->bytes, range->slot};
+  range->transfer = transfer;
+  range->place = Place::kLeaving;
+  range->dirty = false;
+  counted.leaving += range->bytes;
+  transfer_began(range->bytes);
+  writes_.push_back(transfer);
+  queued_.notify_all();
+  return true;
+}
+
+Range* Ranges::victim() const {
+  Range* best = nullptr;
+  int64_t furthest = -1;
+  const Schedule& plan = schedule();
+  for (Range* range : by_age_) {
+    if (!may_leave(range)) continue;
+    if (!plan.following()) return range;  // the least recently touched
+    int64_t next = plan.next_use(range);
+    if (next > furthest) {
+      best = range;
+      furthest = next;
+    }
+  }
+  return best;
+}
+
+int64_t Ranges::make_room(int64_t need) {
+  int64_t coming = counted.leaving + pages().kept();
+  int64_t budget = counters.budget.load();
+  if (budget) coming += std::max<int64_t>(0, budget - counters.reserved.load());
+  while (coming < need) {
+    Range* range = victim();
+    if (!range) break;
+    int64_t bytes = range->bytes;
+    if (leave(range, schedule().tier_of(range)))
+      coming += bytes;
+    else if (!range->stuck)
+      break;  // the end is near: nothing leaves any more
+  }
+  return coming;
+}
+
+void Ranges::shrink(int64_t excess) {
+  for (int64_t coming = counted.leaving; coming < excess;) {
+    Range* range = victim();
+    if (!range) return;
+    int64_t bytes = range->bytes;
+    if (leave(range, schedule().tier_of(range)))
+      coming += bytes;
+    else if (!range->stuck)
+      return;
+  }
+}
+
+void Ranges::fill_lost(Range* range) {
+  char* room = pages().take_beyond_budget(range->bytes);
+  if (!room) std::abort();
+  count_live(range->bytes);
+  range->dirty = range->writable = true;
+  settle(range, room);
+}
+
+void Ranges::leave_all() {
+  std::vector<Range*> candidates(by_age_.begin(), by_age_.end());
+  for (Range* range : candidates)
+    if (may_leave(range)) leave(range, schedule().tier_of(range));
+}
+
+// ---- transfers ----
+
+void Ranges::work() {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  for (;;) {
+    queued_.wait(guard, [&] { return !forking_ && (stopping_ || !reads_.empty() || !writes_.empty()); });
+    auto& queue = reads_.empty() ? writes_ : reads_;  // reads first: they may be waited for
+    if (queue.empty()) return;                        // stopping, and nothing left to do
+    Transfer* transfer = queue.front();
+    int64_t at = transfer->issued, n = std::min(kChunk, transfer->bytes - at);
+    transfer->issued += n;
+    ++transfer->pending;
+    if (transfer->issued == transfer->bytes) queue.pop_front();
+    bool skip = transfer->error != 0 || transfer->cancelled || transfer->recalled;
+    char* data = transfer->data;
+    ++transferring_;
+    auto begun = meter.begin(transfer->write);
+    const Tier& tier = tiers[transfer->slot.tier];
+    guard.unlock();
+    int error = skip ? 0 : tier.move(transfer->write, data + at, n, transfer->slot.offset + at);
+    guard.lock();
+    --transferring_;
+    meter.end(transfer->write, begun, n, static_cast<double>(n) / static_cast<double>(transfer->bytes));
+    idle_.notify_all();
+    if (error && !transfer->error) transfer->error = error;
+    if (--transfer->pending == 0 && transfer->issued == transfer->bytes) finish(transfer, guard);
+  }
+}
+
+void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
+  if (verify && !transfer->error && !transfer->cancelled && !transfer->recalled) {
+    transfer->summing = true;
+    ++transferring_;  // a fork waits for this too
+    guard.unlock();
+    uint64_t sum = checksum_of(transfer->data, transfer->bytes);
+    guard.lock();
+    --transferring_;
+    idle_.notify_all();
+    if (Range* range = transfer->range) {
+      if (transfer->write)
+        range->checksum = sum;
+      else if (sum != range->checksum)
+        transfer->error = kCorrupted;
+    }
+  }
+  int64_t bytes = transfer->bytes;
+  if (transfer->cancelled) {
+    if (transfer->data) {  // else it was called back
+      pages().keep_merged(transfer->data, bytes);
+      (transfer->write ? counted.leaving : counted.arriving) -= bytes;
+    }
+    give_slot(transfer->slot, bytes);
+  } else if (transfer->recalled) {
+    transfer->summing = false;
+    transfer->pending = 0;
+    Range* range = transfer->range;
+    call_back(range);
+    give_slot(transfer->slot, bytes);
+  } else if (transfer->write) {
+    finish_write(transfer);
+  } else {
+    finish_read(transfer);
+  }
+  delete transfer;
+  progress();
+  guard.unlock();
+  transfer_ended(bytes);
+  guard.lock();
+}
+
+void Ranges::finish_write(Transfer* transfer) {
+  Range* range = transfer->range;
+  range->transfer = nullptr;
+  counted.leaving -= transfer->bytes;
+  if (transfer->error) {
+    // R4: a failed write keeps the value in memory, and says so.
+    failed_write_ = {transfer->error, true, transfer->bytes, transfer->slot.tier};
+    give_slot(range->slot, range->bytes);
+    range->dirty = true;
+    range->stuck = true;
+    settle(range, transfer->data);
+    return;
+  }
+  counted.written += transfer->bytes;
+  tiers[transfer->slot.tier].written_bytes += transfer->bytes;
+  range->place = Place::kAway;
+  counters.live -= range->bytes;
+  pages().keep_merged(transfer->data, transfer->bytes);
+}
+
+void Ranges::finish_read(Transfer* transfer) {
+  Range* range = transfer->range;
+  range->transfer = nullptr;
+  counted.arriving -= transfer->bytes;
+  if (transfer->error) {
+    note_trouble({transfer->error, false, transfer->bytes, transfer->slot.tier});
+    range->lost = true;
+    range->place = Place::kAway;
+    counters.live -= range->bytes;
+    pages().keep_merged(transfer->data, transfer->bytes);
+    return;
+  }
+  counted.read += transfer->bytes;
+  tiers[transfer->slot.tier].read_bytes += transfer->bytes;
+  if (range->tracked) {
+    mprotect(transfer->data, transfer->bytes, PROT_READ);
+    range->writable = false;
+    range->dirty = false;
+  } else {
+    range->writable = true;
+    range->dirty = true;
+    give_slot(range->slot, range->bytes);
+  }
+  settle(range, transfer->data);
+  if (logging.load(std::memory_order_relaxed)) log_event(Event::kCameBack, range->serial, range->bytes);
+}
+
+// ---- the whole ----
+
+void Ranges::start(std::vector<Tier> below, int threads) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  tiers = std::move(below);
+  stopping_ = false;
+  counted = RangeCounters{};
+  meter = Meter{};
+  forget_trouble();
+  for (Range* range : by_age_) range->stuck = range->lost = false;
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+}
+
+int Ranges::stop_waiting(bool bring_back) {
+  int error = 0;
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  std::vector<std::pair<Range*, int64_t>> all;
+  for (Range* range : by_age_) all.emplace_back(range, range->serial);
+  for (auto [range, serial] : all) {
+    if (range->serial != serial || range->place == Place::kHere) continue;
+    // What leaves is called back at no price; what is away is read where somebody may ask for it.
+    if (range->place == Place::kLeaving || bring_back) bring_waiting(range, guard, false);
+    if (range->serial == serial && range->lost && !error) error = trouble_.code ? trouble_.code : EIO;
+  }
+  stopping_ = true;
+  queued_.notify_all();
+  guard.unlock();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  guard.lock();
+  for (Range* range : by_age_) {
+    range->leave_asked = false;
+    range->slot = Slot{};
+    range->dirty = true;
+    if (range->place == Place::kAway) range->lost = true;
+    if (range->place == Place::kHere && !range->writable) make_writable(range);
+  }
+  tiers.clear();
+  return error;
+}
+
+// Note [Fork]: a direct read that is under way while the process forks may lose its bytes to copy-on-write (open(2)), so a
+// fork waits for the chunks in flight. A medium in Python is not waited for: its thread may need the GIL that we hold.
+void Ranges::pause_for_fork() {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  forking_ = true;
+  bool python = std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; });
+  if (!python) idle_.wait(guard, [&] { return transferring_ == 0; });
+}
+
+void Ranges::resume_after_fork() {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  forking_ = false;
+  queued_.notify_all();
+}
+
+// A child has none of our threads, and must not notify conditions on which they waited: glibc would wait for them to leave.
+// What was on its way is where it was: pages that leave are still ours, and what arrives is on its tier.
+void Ranges::abandon_in_child() {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  forking_ = false;
+  waiting_ = 0;
+  for (auto& thread : threads_) thread.detach();
+  threads_.clear();
+  reads_.clear();
+  writes_.clear();
+  transferring_ = 0;
+  for (Range* range : by_age_) {
+    Transfer* transfer = range->transfer;
+    if (!transfer) continue;
+    range->transfer = nullptr;
+    if (transfer->write) {
+      if (!pages().attach(transfer->data, range->bytes, range->start)) std::abort();
+      range->place = Place::kHere;
+      range->writable = range->dirty = true;
+    } else {
+      range->place = Place::kAway;
+    }
+  }
+}
+
+bool Ranges::bring_in_child(Range* range) {
+  if (range->place != Place::kAway) return true;
+  if (range->slot.tier >= static_cast<int32_t>(tiers.size())) return false;
+  char* room = pages().take_beyond_budget(range->bytes);
+  if (!room) return false;
+  if (tiers[range->slot.tier].move(false, room, range->bytes, range->slot.offset) != 0) return false;
+  if (!pages().attach(room, range->bytes, range->start)) return false;
+  range->place = Place::kHere;
+  range->writable = range->dirty = true;
+  return true;
+}
+
+}  // namespace lowtide

@@ -1,0 +1,208 @@
+// All ranges, and the rules by which their pages leave and return. Everything here is guarded by `pages().mutex` unless it
+// says otherwise; the names of members that wait end in `_waiting` and take the lock that they give up meanwhile.
+//
+// Note [Who may wait]: operators (touch), faults and allocations wait for transfers, without the GIL, on `changed`. The
+// threads that transfer never wait for any of them. An operator pins its operands and what it allocates until it ends, so
+// nothing it uses can leave; if what is pinned alone passes the budget, waiting would never end: the allocation is refused,
+// and an operand that must come back anyway comes back beyond the budget, which is counted and raised as an error (R2, R3).
+//
+// Note [Leaving]: a range's pages are detached before they are written, so the bytes that go out are those of one instant
+// and nobody can change them meanwhile. Whoever touches the range before the write has landed gets the pages back at
+// once; the transfer is cancelled and its slot is worth nothing (R1, R4).
+//
+// Note [Clean]: a range that came back and will leave again is mapped read-only. The first write faults and marks it;
+// operators whose schema says that they write mark it before. While it is clean its slot holds the same bytes, and leaving
+// costs nothing.
+#pragma once
+#include "meter.h"
+#include "pages.h"
+#include "tier.h"
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+
+namespace lowtide {
+
+class Schedule;
+
+// One range's bytes on their way. It may outlive its range: then they go nowhere, and only its pages and slot are left.
+struct Transfer {
+  Range* range;
+  bool write;
+  char* data;  // where the pages are
+  int64_t bytes;
+  Slot slot;
+  bool cancelled = false;  // its range is gone, or has its pages back
+  bool recalled = false;   // its range wants the pages back once nobody reads them
+  bool summing = false;    // a checksum is being made of its pages
+  int64_t issued = 0;
+  int pending = 0;
+  int error = 0;
+};
+
+struct RangeCounters {
+  int64_t leaving = 0, arriving = 0;  // bytes in flight
+  int64_t written = 0, read = 0;
+  int64_t released = 0;  // bytes given up without a write: clean
+  int64_t faults = 0, write_faults = 0, touches = 0;
+  int64_t waits = 0, wait_ns = 0;
+  int64_t beyond = 0;  // bytes that came back beyond the budget
+};
+
+// An error that cannot be thrown where it happens (in an observer, in a fault): the next allocation or the step's end does.
+struct Trouble {
+  int code = 0;  // an errno, or one of tier.h's
+  bool write = false;
+  int64_t bytes = 0;
+  int32_t tier = 0;
+};
+
+class Ranges {
+ public:
+  std::condition_variable changed;  // a transfer ended, or room came free
+  RangeCounters counted;
+  Meter meter;
+  std::vector<Tier> tiers;
+  bool verify = false;
+  int64_t least_bytes = kLarge;  // smaller ranges never leave
+  bool announcing = true;        // operators bring their operands back before they run; else faults do
+  int64_t clock = 0;             // counts touches
+
+  // ---- blocks come and go ----
+
+  Range* add(char* start, int64_t bytes, int64_t serial);
+  // Forget a range whose owner frees it; its pages go to those that are kept.
+  void remove(Range* range);
+  // Take over memory of another allocator: the whole pages inside it may leave from here on.
+  Range* adopt(char* data, int64_t bytes);
+  // Its owner frees it: its pages are mapped again, with whatever in them.
+  void disown(Range* range);
+
+  Range* of_data(const void* data) const {
+    auto found = by_data_.find(data);
+    return found == by_data_.end() ? nullptr : found->second;
+  }
+  // The range that an address lies in, or nullptr.
+  Range* at(const void* address) const;
+  Range* of_serial(int64_t serial) const {
+    auto found = by_serial_.find(serial);
+    return found == by_serial_.end() ? nullptr : found->second;
+  }
+
+  // ---- use ----
+
+  // Note a use: the range is the most recently touched; what is written is dirty from here on.
+  void touch(Range* range, bool writes);
+  void pin(Range* range) {
+    ++range->pins;
+  }
+  void unpin(Range* range);
+  // Have a range's pages at its addresses. False: they cannot be read.
+  bool bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bool with_gil);
+  // Start to bring back what is away, if there is room now without giving anything up.
+  bool prefetch(Range* range);
+  bool make_writable(Range* range);
+
+  // ---- leaving ----
+
+  // Start to give a range's pages up; false if that is not possible now.
+  bool leave(Range* range, int32_t tier);
+  // Give a lost range pages all the same: whoever touches it must not crash, and the error is raised before anything else.
+  void fill_lost(Range* range);
+  // Start to free `need` bytes, the best first; returns what is free or on its way.
+  int64_t make_room(int64_t need);
+  // Start to free `excess` bytes of fast memory, whatever is kept.
+  void shrink(int64_t excess);
+  // Everything that may leave, leaves: for tests.
+  void leave_all();
+  bool may_leave(const Range* range) const {
+    return range->place == Place::kHere && range->pins == 0 && !range->stuck && range->bytes >= least_bytes;
+  }
+
+  // ---- the whole ----
+
+  void start(std::vector<Tier> below, int threads);
+  bool running() const {
+    return !threads_.empty();
+  }
+  // Bring everything back and end the threads. Returns the first error: what could not be read is lost.
+  int stop_waiting(bool bring_back);
+  void pause_for_fork();
+  void resume_after_fork();
+  void abandon_in_child();
+  // In a forked child, which has no threads: bring a range back on this one.
+  bool bring_in_child(Range* range);
+
+  // Whether there is trouble that the next allocation has to raise: a read that failed, or memory beyond the budget.
+  std::atomic<bool> troubled{false};
+  const Trouble& trouble() const {
+    return trouble_;
+  }
+  // The last write that failed: its bytes stay in memory (R4).
+  const Trouble& failed_write() const {
+    return failed_write_;
+  }
+  void forget_trouble() {
+    trouble_ = failed_write_ = Trouble{};
+    troubled = false;
+  }
+  uint64_t epoch() const {
+    return epoch_;
+  }
+  // Wait until something changed since `epoch`. False: nothing is under way that could. Takes the lock itself.
+  bool progress_waiting(uint64_t epoch);
+  int64_t count() const {
+    return static_cast<int64_t>(by_serial_.size());
+  }
+  template <typename Visit>
+  void each(Visit visit) {
+    for (Range* range : by_age_) visit(range);
+  }
+
+ private:
+  void detached(Range* range, char* pages);
+  void finish(Transfer* transfer, std::unique_lock<std::mutex>& guard);
+  void finish_write(Transfer* transfer);
+  void finish_read(Transfer* transfer);
+  // Give a leaving range its pages back. False: somebody still reads them; they come back when that ends.
+  bool call_back(Range* range);
+  void settle(Range* range, char* pages);
+  void forget(Range* range);
+  void progress();
+  void begin_read(Range* range, char* pages, bool urgent);
+  void hurry(Transfer* transfer);
+  void give_slot(Slot& slot, int64_t bytes);
+  void keep_pages(char* pages, int64_t bytes, bool writable);
+  Range* victim() const;
+  void work();
+
+  std::map<const char*, Range*> by_start_;
+  std::unordered_map<const void*, Range*> by_data_;
+  std::unordered_map<int64_t, Range*> by_serial_;
+  std::list<Range*> by_age_;
+  std::vector<std::unique_ptr<Range>> made_;
+  std::vector<Range*> unused_;
+  std::deque<Transfer*> reads_, writes_;
+  std::vector<std::thread> threads_;
+  std::condition_variable queued_, idle_;
+  void note_trouble(const Trouble& trouble);
+
+  Trouble trouble_, failed_write_;
+  int transferring_ = 0;
+  int waiting_ = 0;
+  uint64_t epoch_ = 0;  // counts what may let those who wait go on
+  bool forking_ = false, stopping_ = false;
+};
+
+// Never destroyed: blocks may be freed while the process exits.
+Ranges& ranges();
+
+// ---- faults.cpp ----
+
+void catch_faults();
+
+}  // namespace lowtide

@@ -1,0 +1,144 @@
+// See schedule.h.
+#include "schedule.h"
+
+namespace lowtide {
+
+Schedule& schedule() {
+  static Schedule* instance = new Schedule;
+  return *instance;
+}
+
+int64_t Schedule::add(std::unique_ptr<Plan> plan) {
+  plans_.push_back(std::move(plan));
+  return plans_.back()->id = plans_.size() == 1 ? 0 : plans_[plans_.size() - 2]->id + 1;
+}
+
+void Schedule::clear() {
+  plan_ = nullptr;
+  plans_.clear();
+  bound_.clear();
+  deferred_.clear();
+}
+
+void Schedule::begin_step(int64_t id) {
+  in_step_ = true;
+  thread_ = std::this_thread::get_id();
+  seen_.clear();
+  born_.clear();
+  cursor_ = -1;
+  born_since_ = 0;
+  diverged_at_ = -1;
+  plan_ = nullptr;
+  auto found = std::find_if(plans_.begin(), plans_.end(), [&](auto& plan) { return plan->id == id; });
+  follow(found == plans_.end() ? nullptr : found->get());
+}
+
+void Schedule::follow(Plan* plan) {
+  plan_ = plan;
+  deferred_.clear();
+  Ranges& all = ranges();
+  all.each([](Range* range) { range->storage = -1; });
+  if (!plan) return;
+  bound_.assign(plan->bytes.size(), 0);
+  auto bind = [&](int64_t storage, int64_t serial) {
+    Range* range = all.of_serial(serial);
+    if (!range) return;
+    bound_[storage] = serial;
+    range->storage = storage;
+    range->tracked = plan->leaves_again[storage];
+  };
+  for (auto [serial, storage] : plan->by_serial) bind(storage, serial);
+  for (const Born& born : born_) {
+    auto& births = plan->by_birth[born.op + 1];
+    auto found = births.find(born.number);
+    if (found != births.end()) bind(found->second, born.serial);
+  }
+}
+
+bool Schedule::starts_alike(const Plan& plan) const {
+  if (plan.names.size() < seen_.size() || !std::equal(seen_.begin(), seen_.end(), plan.names.begin())) return false;
+  return std::all_of(born_.begin(), born_.end(), [&](const Born& born) {
+    auto& births = plan.by_birth[born.op + 1];
+    auto found = births.find(born.number);
+    return found == births.end() || plan.bytes[found->second] == born.bytes;
+  });
+}
+
+void Schedule::diverge() {
+  if (diverged_at_ < 0) diverged_at_ = cursor_;
+  auto other = std::find_if(plans_.rbegin(), plans_.rend(), [&](auto& plan) { return starts_alike(*plan); });
+  follow(other == plans_.rend() ? nullptr : other->get());
+}
+
+int64_t Schedule::end_step() {
+  in_step_ = false;
+  bool whole = plan_ && cursor_ + 1 == static_cast<int64_t>(plan_->names.size());
+  return whole ? plan_->id : -1;
+}
+
+void Schedule::abandon_step() {
+  in_step_ = false;
+  follow(nullptr);
+}
+
+void Schedule::on_operator(int64_t name) {
+  ++cursor_;
+  born_since_ = 0;
+  seen_.push_back(name);
+  if (!plan_) return;
+  if (cursor_ >= static_cast<int64_t>(plan_->names.size()) || plan_->names[cursor_] != name) {
+    diverge();
+    if (!plan_) return;
+  }
+  do_actions();
+}
+
+void Schedule::on_born(Range* range) {
+  Born born{cursor_, born_since_++, range->bytes, range->serial};
+  born_.push_back(born);
+  if (!plan_) return;
+  if (born.op + 1 >= static_cast<int64_t>(plan_->by_birth.size())) return;
+  auto& births = plan_->by_birth[born.op + 1];
+  auto found = births.find(born.number);
+  if (found == births.end()) return;
+  if (plan_->bytes[found->second] != born.bytes) {
+    diverge();
+    return;
+  }
+  bound_[found->second] = born.serial;
+  range->storage = found->second;
+  range->tracked = plan_->leaves_again[found->second];
+}
+
+void Schedule::do_actions() {
+  Ranges& all = ranges();
+  for (const Action& action : plan_->actions[cursor_]) {
+    Range* range = all.of_serial(bound_[action.storage]);
+    if (!range) continue;
+    if (action.kind == Action::kFetch) {
+      if (!all.prefetch(range)) deferred_.push_back(action.storage);
+    } else if (range->pins > 0 || range->place == Place::kArriving) {
+      range->leave_asked = true;
+      range->leave_tier = action.tier;
+    } else {
+      all.leave(range, action.tier);
+    }
+  }
+  size_t left = 0;
+  for (int64_t storage : deferred_) {
+    Range* range = all.of_serial(bound_[storage]);
+    if (range && range->place == Place::kAway && !all.prefetch(range)) deferred_[left++] = storage;
+  }
+  deferred_.resize(left);
+}
+
+int64_t Schedule::next_use(const Range* range) const {
+  constexpr int64_t kNever = INT64_MAX;
+  if (range->storage < 0) return kNever - 1;  // not of the plan: nothing is known of its use
+  const auto& uses = plan_->uses[range->storage];
+  auto found = std::upper_bound(uses.begin(), uses.end(), cursor_);
+  if (found != uses.end()) return *found - cursor_;
+  return uses.empty() ? kNever : uses.front() + static_cast<int64_t>(plan_->names.size()) - cursor_;
+}
+
+}  // namespace lowtide

@@ -1,0 +1,87 @@
+// The plan of a step, compiled: what leaves and what comes back when its i-th operator begins.
+//
+// A step follows a plan while its operators have the plan's names, in order, and its blocks the plan's sizes. At the first
+// that does not, another plan with the same beginning takes over; where there is none the step goes on by touches and
+// faults, and gives up the least recently touched (R8). Guarded by `pages().mutex`.
+#pragma once
+#include "ranges.h"
+
+namespace lowtide {
+
+// What a plan does with a storage when an operator begins.
+struct Action {
+  enum Kind : int32_t { kLeave = 0, kFetch = 1 };
+  int32_t kind;
+  int32_t tier;
+  int64_t storage;
+};
+
+struct Plan {
+  int64_t id;
+  std::vector<int64_t> names;                // of the operators, by the log's numbers
+  std::vector<std::vector<Action>> actions;  // by operator
+  std::vector<std::vector<int64_t>> uses;    // operators that touch a storage, by storage
+  std::vector<int64_t> bytes;                // by storage
+  std::vector<int32_t> tier;                 // by storage: where it leaves to if memory runs out
+  std::vector<bool> leaves_again;            // by storage: worth knowing whether it changes
+  std::unordered_map<int64_t, int64_t> by_serial;              // storages from before the step
+  std::vector<std::unordered_map<int64_t, int64_t>> by_birth;  // by operator + 1: the k-th large block made since it began
+};
+
+class Schedule {
+ public:
+  bool following() const {
+    return plan_ != nullptr;
+  }
+  int64_t add(std::unique_ptr<Plan> plan);
+  void clear();
+  // A step begins on this thread, with plan `id` (-1: with none).
+  void begin_step(int64_t id);
+  // The step has ended. Returns the plan that it followed to its end, or -1.
+  int64_t end_step();
+  void abandon_step();
+  bool in_step() const {
+    return in_step_ && std::this_thread::get_id() == thread_;
+  }
+  // An operator of the step begins: `name` is its number in the log.
+  void on_operator(int64_t name);
+  // A block of the step was made.
+  void on_born(Range* range);
+  // The operator, counted on from now, that will use a range next.
+  int64_t next_use(const Range* range) const;
+  int32_t tier_of(const Range* range) const {
+    return plan_ && range->storage >= 0 ? plan_->tier[range->storage] : 0;
+  }
+  int64_t operators() const {
+    return cursor_ + 1;
+  }
+  int64_t diverged_at() const {
+    return diverged_at_;
+  }
+  int64_t deferred() const {
+    return static_cast<int64_t>(deferred_.size());
+  }
+
+ private:
+  void follow(Plan* plan);
+  void diverge();
+  void do_actions();
+  bool starts_alike(const Plan& plan) const;
+
+  std::vector<std::unique_ptr<Plan>> plans_;
+  Plan* plan_ = nullptr;
+  bool in_step_ = false;
+  std::thread::id thread_;
+  std::vector<int64_t> seen_;  // names of the step's operators
+  struct Born {
+    int64_t op, number, bytes, serial;
+  };
+  std::vector<Born> born_;
+  int64_t cursor_ = -1, born_since_ = 0, diverged_at_ = -1;
+  std::vector<int64_t> bound_;     // serial of the range behind each storage of the plan
+  std::vector<int64_t> deferred_;  // storages that are due but found no room
+};
+
+Schedule& schedule();
+
+}  // namespace lowtide

@@ -1,0 +1,270 @@
+// Ranges and schedules as Python sees them.
+#include "schedule.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+#include <pthread.h>
+
+#include <cstring>
+
+using namespace lowtide;
+
+namespace {
+
+std::vector<Tier> waiting_tiers;
+
+void pause_for_fork() {
+  ranges().pause_for_fork();
+}
+void resume_after_fork() {
+  ranges().resume_after_fork();
+}
+void after_fork_in_child() {
+  ranges().abandon_in_child();
+}
+
+// The memory of a tensor from before: its own allocator's, which frees it once our pages are out of it.
+struct Adopted {
+  c10::DataPtr original;
+  Range* range;
+};
+
+void delete_adopted(void* context) {
+  auto* adopted = static_cast<Adopted*>(context);
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    if (logging.load(std::memory_order_relaxed)) log_event(Event::kFree, adopted->range->serial, adopted->range->bytes);
+    ranges().disown(adopted->range);
+  }
+  delete adopted;
+}
+
+Range* range_of(const c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return nullptr;
+  const c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  return storage ? ranges().of_data(storage->data()) : nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Add a tier below fast memory; `capacity` in bytes, -1: none is known.
+void lt_tier_add(const int* fds, int fd_count, int64_t stripe, int64_t capacity, MediumCall call) {
+  Tier tier;
+  tier.fds.assign(fds, fds + fd_count);
+  tier.stripe = stripe;
+  tier.call = call;
+  tier.extents = Extents(capacity);
+  waiting_tiers.push_back(std::move(tier));
+}
+
+// Let ranges of at least `least` bytes leave to the tiers that were added. Returns 0, or -1 if they may already.
+int lt_ranges_start(int64_t least, int verify, int threads) {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    survive_forks();
+    pthread_atfork(&pause_for_fork, &resume_after_fork, &after_fork_in_child);
+  });
+  std::vector<Tier> tiers = std::move(waiting_tiers);
+  waiting_tiers.clear();
+  if (ranges().running()) return -1;
+  catch_faults();
+  ranges().verify = verify != 0;
+  ranges().least_bytes = std::max(least, kLarge);
+  ranges().announcing = true;
+  ranges().start(std::move(tiers), threads);
+  return 0;
+}
+
+// Bring back what is away, if so asked, and let nothing leave any more. Returns an errno for what is lost, or 0.
+int lt_ranges_stop(int bring_back) {
+  WithoutGil released;
+  if (in_forked_child()) return 0;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    schedule().clear();
+  }
+  return ranges().stop_waiting(bring_back != 0);
+}
+
+void lt_announce(int on) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().announcing = on != 0;
+}
+
+// Take over the memory behind a tensor that PyTorch's own allocator made. Returns its whole pages' bytes, 0 if it stays.
+int64_t lt_adopt(c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return 0;
+  c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  const c10::DataPtr& data = storage->data_ptr();
+  if (!storage->data() || data.get() != data.get_context()) return 0;
+  if (data.get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter()) return 0;
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = ranges().adopt(static_cast<char*>(data.get()), static_cast<int64_t>(storage->nbytes()));
+  if (!range) return 0;
+  void* address = data.get();
+  auto* adopted = new Adopted{c10::DataPtr(), range};
+  adopted->original = storage->set_data_ptr(
+      c10::DataPtr(address, adopted, &delete_adopted, c10::Device(c10::DeviceType::CPU)));
+  return range->bytes;
+}
+
+// Make everything leave that may: for tests.
+void lt_leave_all() {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().leave_all();
+}
+
+// Start to give a tensor's pages up. Returns 0, or -1 if they cannot leave now.
+int lt_leave(c10::TensorImpl* tensor, int tier) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  return range && ranges().leave(range, tier) ? 0 : -1;
+}
+
+// Where a tensor's bytes are: 0 here, 1 leaving, 2 away, 3 arriving; -1: it is not a range.
+int lt_place(c10::TensorImpl* tensor) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  return range ? static_cast<int>(range->place) : -1;
+}
+
+// Bring a tensor's bytes back, and keep them while it is lent: the kernel does not fault, it fails. Returns 0, or -1.
+int lt_lend(c10::TensorImpl* tensor, int pin) {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  if (!range) return 0;
+  if (pin) ranges().pin(range);
+  bool here = ranges().bring_waiting(range, guard, true);
+  if (here) ranges().touch(range, true);
+  return here ? 0 : -1;
+}
+
+void lt_take_back(c10::TensorImpl* tensor) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  if (Range* range = range_of(tensor)) ranges().unpin(range);
+}
+
+// Wait until no transfer is under way.
+void lt_settle() {
+  WithoutGil released;
+  for (;;) {
+    uint64_t epoch;
+    {
+      std::lock_guard<std::mutex> guard(pages().mutex);
+      if (ranges().counted.leaving == 0 && ranges().counted.arriving == 0) return;
+      epoch = ranges().epoch();
+    }
+    ranges().progress_waiting(epoch);
+  }
+}
+
+// Give pages up until the budget holds. Returns the bytes that are still beyond it.
+int64_t lt_shrink() {
+  WithoutGil released;
+  for (;;) {
+    uint64_t epoch;
+    {
+      std::lock_guard<std::mutex> guard(pages().mutex);
+      pages().trim_for(0);
+      int64_t excess = counters.reserved.load() - counters.budget.load();
+      if (!counters.budget.load() || excess <= 0) return 0;
+      epoch = ranges().epoch();
+      ranges().shrink(excess);
+      pages().trim_for(0);
+      excess = counters.reserved.load() - counters.budget.load();
+      if (excess <= 0) return 0;
+      if (ranges().counted.leaving == 0) return excess;
+    }
+    ranges().progress_waiting(epoch);
+  }
+}
+
+// leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges
+void lt_range_counters(int64_t* out) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  const RangeCounters& c = ranges().counted;
+  int64_t values[] = {c.leaving,      c.arriving, c.written, c.read,   c.released, c.faults,
+                      c.write_faults, c.touches,  c.waits,   c.wait_ns, c.beyond,  ranges().count()};
+  std::memcpy(out, values, sizeof(values));
+}
+
+// Bytes written to and read from a tier.
+void lt_tier_counters(int tier, int64_t* out) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  out[0] = ranges().tiers.at(tier).written_bytes;
+  out[1] = ranges().tiers.at(tier).read_bytes;
+  out[2] = ranges().tiers.at(tier).extents.used();
+}
+
+void lt_range_meter(double* out) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().meter.read(out);
+}
+
+// code, bytes and tier of the trouble that stopped the program, then of the last write that failed; both are forgotten.
+void lt_take_trouble(int64_t* out) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  const Trouble &read = ranges().trouble(), &write = ranges().failed_write();
+  int64_t values[] = {read.code, read.bytes, read.tier, write.code, write.bytes, write.tier};
+  std::memcpy(out, values, sizeof(values));
+  ranges().forget_trouble();
+}
+
+// ---- plans ----
+
+// Compile a plan. `names`: of its operators. Storages: serial (-1: made in the step), operator before its birth and its
+// number there, bytes, tier, whether it leaves again. Uses: operators, by storage, from use_begin[i] to use_begin[i + 1].
+// Actions: operator, kind, storage, tier. Returns its number.
+int64_t lt_plan_add(
+    int64_t op_count,
+    const int64_t* names,
+    int64_t storage_count,
+    const int64_t* storages,
+    const int64_t* use_begin,
+    const int64_t* uses,
+    int64_t action_count,
+    const int64_t* actions) {
+  auto plan = std::make_unique<Plan>();
+  plan->names.assign(names, names + op_count);
+  plan->actions.resize(op_count);
+  plan->by_birth.resize(op_count + 1);
+  for (int64_t i = 0; i < storage_count; ++i) {
+    const int64_t* row = storages + 6 * i;
+    if (row[0] >= 0)
+      plan->by_serial.emplace(row[0], i);
+    else
+      plan->by_birth[row[1] + 1].emplace(row[2], i);
+    plan->bytes.push_back(row[3]);
+    plan->tier.push_back(static_cast<int32_t>(row[4]));
+    plan->leaves_again.push_back(row[5] != 0);
+    plan->uses.emplace_back(uses + use_begin[i], uses + use_begin[i + 1]);
+  }
+  for (int64_t i = 0; i < action_count; ++i) {
+    const int64_t* row = actions + 4 * i;
+    plan->actions[row[0]].push_back({static_cast<int32_t>(row[1]), static_cast<int32_t>(row[3]), row[2]});
+  }
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  return schedule().add(std::move(plan));
+}
+
+void lt_step_begin(int64_t plan) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  schedule().begin_step(plan);
+}
+
+// out: operators seen, where the step left the plan it began with (-1: nowhere). Returns the plan followed to its end, or -1.
+int64_t lt_step_end(int64_t* out) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  out[0] = schedule().operators();
+  out[1] = schedule().diverged_at();
+  return schedule().end_step();
+}
+
+void lt_step_abandon() {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  schedule().abandon_step();
+}
+}

@@ -1,0 +1,128 @@
+// A tier: where bytes live when they are not in fast memory. Files that are striped, or a medium written in Python.
+#pragma once
+#include "range.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <set>
+#include <vector>
+
+namespace lowtide {
+
+// Which bytes of a tier belong to whom: best fit, split, coalesce; whole pages.
+class Extents {
+ public:
+  explicit Extents(int64_t capacity = -1) : capacity_(capacity) {}
+
+  // An offset for `n` bytes, or -1: the tier is full.
+  int64_t take(int64_t n) {
+    auto fit = by_size_.lower_bound({n, 0});
+    int64_t offset;
+    if (fit != by_size_.end()) {
+      auto [length, at] = *fit;
+      offset = at;
+      remove(at, length);
+      if (length > n) add(at + n, length - n);
+    } else {
+      offset = end_;
+      if (capacity_ >= 0 && offset + n > capacity_) return -1;
+      end_ += n;
+    }
+    used_ += n;
+    return offset;
+  }
+
+  void give(int64_t offset, int64_t n) {
+    used_ -= n;
+    auto after = by_start_.lower_bound(offset);
+    if (after != by_start_.end() && after->first == offset + n) {
+      n += after->second;
+      remove(after->first, after->second);
+    }
+    auto before = by_start_.lower_bound(offset);
+    if (before != by_start_.begin()) {
+      --before;
+      if (before->first + before->second == offset) {
+        offset = before->first;
+        n += before->second;
+        remove(before->first, before->second);
+      }
+    }
+    if (offset + n == end_)
+      end_ = offset;
+    else
+      add(offset, n);
+  }
+
+  int64_t used() const {
+    return used_;
+  }
+
+ private:
+  void add(int64_t offset, int64_t n) {
+    by_start_.emplace(offset, n);
+    by_size_.emplace(n, offset);
+  }
+  void remove(int64_t offset, int64_t n) {
+    by_start_.erase(offset);
+    by_size_.erase({n, offset});
+  }
+
+  int64_t capacity_, end_ = 0, used_ = 0;
+  std::map<int64_t, int64_t> by_start_;
+  std::set<std::pair<int64_t, int64_t>> by_size_;
+};
+
+constexpr int kShortRead = 10001;  // not an errno: fewer bytes than were written
+constexpr int kCorrupted = 10002;  // not an errno: another checksum than was written
+constexpr int kLost = 10003;       // not an errno: the tier was closed before the bytes were asked for again
+
+// Moves bytes of a medium that is written in Python, on a mover's thread. Returns an errno or one of the codes above.
+using MediumCall = int (*)(int write, int64_t offset, void* data, int64_t bytes);
+
+struct Tier {
+  std::vector<int> fds;
+  int64_t stripe = 8 << 20;
+  MediumCall call = nullptr;
+  Extents extents;
+  int64_t written_bytes = 0, read_bytes = 0;
+
+  // Move whole pages; blocks. Returns 0, an errno or one of the codes above.
+  int move(bool write, char* data, int64_t n, int64_t offset) const {
+    if (call) return call(write, offset, data, n);
+    auto files = static_cast<int64_t>(fds.size());
+    while (n > 0) {
+      int64_t number = offset / stripe, within = offset % stripe;
+      int64_t piece = files == 1 ? n : std::min(n, stripe - within);
+      int64_t at = files == 1 ? offset : (number / files) * stripe + within;
+      int error = move_in_file(fds[files == 1 ? 0 : number % files], write, data, piece, at);
+      if (error) return error;
+      data += piece;
+      offset += piece;
+      n -= piece;
+    }
+    return 0;
+  }
+
+ private:
+  static int move_in_file(int fd, bool write, char* data, int64_t n, int64_t offset) {
+    while (n > 0) {
+      ssize_t moved = write ? pwrite(fd, data, n, offset) : pread(fd, data, n, offset);
+      if (moved < 0) {
+        if (errno == EINTR) continue;
+        return errno;
+      }
+      if (moved == 0) return write ? EIO : kShortRead;
+      data += moved;
+      offset += moved;
+      n -= moved;
+    }
+    return 0;
+  }
+};
+
+}  // namespace lowtide
