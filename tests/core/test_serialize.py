@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from lowtide.core import serialize
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import Problem, Recompute, Swap
+from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Span, Timeline
-from lowtide.core.trace import Gap, Trace
+from lowtide.core.trace import Gap, Kind, Op, Phase, Reach, Save, Storage, Trace
 from lowtide.errors import TraceError
 from lowtide.plan.policies.auto import Auto
-from lowtide.testing.traces import chain_trace, links, problems, residual_trace, traces
+from lowtide.testing.traces import chain_trace, links, problems, residual_trace, touched_traces, traces, training_trace
 
 TRACE = replace(residual_trace(3), model="résnet", torch_version="2.x")
 TRACE = replace(TRACE, ops=tuple(replace(op, flops=3e9 * k) for k, op in enumerate(TRACE.ops)))
+TOUCHED = training_trace(3, least_bytes=4096)
 MACHINE = Machine(
     name="box",
     links={
@@ -67,7 +68,7 @@ TIMELINE = Timeline(
     notes=("a", "b"),
     trials=3,
 )
-VALUES = (TRACE, MACHINE, PLAN, TIMELINE)
+VALUES = (TRACE, TOUCHED, MACHINE, PLAN, TIMELINE)
 
 
 def rewritten(value: serialize.Saveable, change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -95,7 +96,7 @@ def test_a_saved_value_is_loaded_exactly(value: serialize.Saveable, tmp_path: Pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-@given(trace=traces(), link=links())
+@given(trace=traces() | touched_traces(), link=links())
 @settings(max_examples=60, deadline=None)
 def test_any_trace_and_machine_come_back_exactly(trace: Trace, link: Link) -> None:
     machine = Machine(name="m", links={"a": link})
@@ -128,17 +129,17 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
 def test_a_newer_version_is_refused_with_both_numbers(value: serialize.Saveable) -> None:
     message = refused(rewritten(value, lambda document: document.update(version=7)))
     assert "version 7" in message
-    current = {Timeline: 1, Machine: 3}.get(type(value), 2)
+    current = {Timeline: 1, Plan: 2}.get(type(value), 3)
     assert f"version {current}: upgrade Lowtide" in message
 
 
 def as_version_1(value: serialize.Saveable, *, version: int) -> bytes:
-    """A file without what version 2 added, labelled with a version."""
+    """A file without what version 2 and later ones added, labelled with a version."""
 
     def shrink(document: dict[str, Any]) -> None:
         if isinstance(value, Trace):
             document["ops"]["start_s"] = [op.start_s for op in value.ops]
-            del document["ops"]["flops"]
+            del document["ops"]["flops"], document["reach"], document["least_bytes"]
         elif isinstance(value, Machine):
             for name in ("flops_per_s", "memory_bytes_per_s", "capacity_bytes", "page_bytes", "page_fault_s"):
                 del document[name]
@@ -222,6 +223,91 @@ def test_a_machine_of_version_2_has_links_of_one_rate_and_one_of_version_3_says_
     links = {tier: replace(link, idle_speedup=1.0) for tier, link in MACHINE.links.items()}
     assert serialize.loads(rewritten(MACHINE, label)) == replace(MACHINE, links=links)
     assert "damaged" in refused(rewritten(MACHINE, shrink))
+
+
+OLD_TRACE = Trace(
+    ops=(
+        Op(name="aten::mm", phase=Phase.FORWARD, start_s=0.0, duration_s=0.5, peak_bytes=30, reads=(0,), writes=(1,)),
+        Op(name="aten::mul", phase=Phase.BACKWARD, start_s=0.5, duration_s=0.25, peak_bytes=40, reads=(1,), module="b"),
+    ),
+    storages=(
+        Storage(nbytes=20, kind=Kind.PARAM, first_op=-1, last_op=2),
+        Storage(nbytes=10, kind=Kind.ACTIVATION, first_op=0, last_op=1, producer=0),
+    ),
+    saves=(Save(storage=1, packed_op=0, free_op=1, uses=(1,), released_op=2),),
+    static_bytes=20,
+    model="old",
+    torch_version="2.x",
+)
+
+
+def old_document(version: int) -> dict[str, Any]:
+    """A trace as that version wrote it, literally."""
+    document: dict[str, Any] = {
+        "format": "lowtide.trace",
+        "version": version,
+        "model": "old",
+        "device": "cpu",
+        "torch_version": "2.x",
+        "static_bytes": 20,
+        "names": ["aten::mm", "aten::mul"],
+        "modules": ["", "b"],
+        "ops": {
+            "name": [0, 1],
+            "module": [0, 1],
+            "start_s": [0.0, 0.5],
+            "phase": ["forward", "backward"],
+            "duration_s": [0.5, 0.25],
+            "peak_bytes": [30, 40],
+            "reads": [[0], [1]],
+            "writes": [[1], []],
+        },
+        "storages": {
+            "nbytes": [20, 10],
+            "kind": ["param", "activation"],
+            "first_op": [-1, 0],
+            "last_op": [2, 1],
+            "producer": [None, 0],
+            "versions": [0, 0],
+        },
+        "saves": {
+            "storage": [1],
+            "packed_op": [0],
+            "free_op": [1],
+            "uses": [[1]],
+            "released_op": [2],
+            "packs": [1],
+        },
+    }
+    if version >= 2:
+        document["ops"].update(start_s=None, flops=[0.0, 0.0])
+    return document
+
+
+def packed(document: dict[str, Any]) -> bytes:
+    return gzip.compress(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_trace_from_before_version_3_moves_what_autograd_saved(version: int) -> None:
+    loaded = serialize.loads(packed(old_document(version)))
+    assert loaded == OLD_TRACE
+    assert (OLD_TRACE.reach, OLD_TRACE.least_bytes) == (Reach.SAVED, 0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_old_trace_may_carry_fields_that_mean_something_today(version: int) -> None:
+    assert serialize.loads(packed({**old_document(version), "reach": "touched", "least_bytes": 9})) == OLD_TRACE
+
+
+def test_a_trace_of_version_3_says_what_can_move() -> None:
+    document = {**old_document(2), "version": 3, "reach": "touched", "least_bytes": 11}
+    assert serialize.loads(packed(document)) == replace(OLD_TRACE, reach=Reach.TOUCHED, least_bytes=11)
+    for missing in ("reach", "least_bytes"):
+        assert f"lacks '{missing}'" in refused(packed({k: v for k, v in document.items() if k != missing}))
+    assert "'everything' is no reach" in refused(packed({**document, "reach": "everything"}))
+    assert "least bytes -1" in refused(packed({**document, "least_bytes": -1}))
+    assert "no integer" in refused(packed({**document, "least_bytes": 1.5}))
 
 
 def test_starts_that_are_no_sums_of_durations_are_kept() -> None:

@@ -6,7 +6,12 @@ spent waiting for transfers is taken out, and so is the time that numbering call
 
 An *operator* of the trace is the outermost dispatched call that computes something and is not merely composed of
 others: what a backend implements, below autograd. Its span reaches to the start of the next, so the durations add up
-to the step.
+to the step. Operators of all threads are one sequence, in the order in which they began; what a thread touches belongs
+to the operator that runs on it.
+
+Note [Reach of a log]: where the executor moves what autograd saved, operands are those of the operator's own call, and
+saves say when the rest is needed. Where it moves pages, every touch counts: those of calls inside the operator, and
+those that only a page fault saw.
 """
 
 from __future__ import annotations
@@ -16,10 +21,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lowtide.core.log import Event, LogEntry
-from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
+from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
 
 # How PyTorch's observer calls a dispatch mode at work.
 _MODE = "PythonDispatchMode"
+
+# The version of a storage that a page fault saw read: none, so that a result in the same storage is a change of it.
+_NO_VERSION = -1
 
 
 class Scope(IntEnum):
@@ -38,6 +46,12 @@ class Recorded:
     numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the
     i-th (the last one: after all), where the log says so. `calls[op]` are the numbers of the step's calls that an
     operator consists of, where calls were numbered; `numbering_s` is what that took.
+
+    Of an executor that moves pages there are no saves, and the first three are empty; the next step recognises a
+    storage instead by `serials[storage]`, the number of its block, if it was there before the step, or by
+    `births[storage]`, if the step made it: (op, k) is allocation k, counted from 0, of `trace.least_bytes` or more
+    after operator `op` has begun and before the next one does (-1: before the first). None: made before the step, or
+    too small to be counted.
     """
 
     trace: Trace
@@ -46,12 +60,18 @@ class Recorded:
     needs: tuple[int, ...] = ()
     calls: Mapping[int, Sequence[int]] = field(default_factory=dict)
     numbering_s: float = 0.0
+    serials: tuple[int, ...] = ()
+    births: tuple[tuple[int, int] | None, ...] = ()
 
 
 @dataclass(slots=True)
 class _Block:
+    """A storage. `maker` is the operator during which the step allocated it (None: it was there before the step)."""
+
+    serial: int
     nbytes: int
-    first_op: int
+    maker: int | None = None
+    birth: tuple[int, int] | None = None
     last_op: int | None = None
     producer: int | None = None
     versions: int = 0
@@ -83,20 +103,30 @@ class _Running:
 
 @dataclass(slots=True)
 class _Frame:
-    """A call that has not returned: an operator of the trace (`chosen`), the mode that numbers calls, or another."""
+    """A call that has not returned: an operator of the trace (`op`), the mode that numbers calls, or another."""
 
     name: int
     begin_ns: int
-    chosen: bool
+    op: int | None
     phase: Phase | None
     numbers: bool = False
 
 
 class _Builder:
-    def __init__(self, names: Sequence[str], *, static_bytes: int, is_operator: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        static_bytes: int,
+        is_operator: Callable[[str], bool],
+        reach: Reach,
+        least_bytes: int,
+    ) -> None:
         self.names = names
         self.is_operator = is_operator
         self.static_bytes = static_bytes
+        self.reach = reach
+        self.least_bytes = least_bytes
         self.live = static_bytes
         self.blocks: list[_Block] = []
         self.block_of: dict[int, int] = {}
@@ -108,6 +138,8 @@ class _Builder:
         self.calls: dict[int, list[int]] = {}
         self.module = ""
         self.early_peak = static_bytes
+        self.early_touches: list[LogEntry] = []
+        self.births = 0
 
     @property
     def next_op(self) -> int:
@@ -118,7 +150,7 @@ class _Builder:
         found = self.block_of.get(serial)
         if found is None:
             found = self.block_of[serial] = len(self.blocks)
-            self.blocks.append(_Block(nbytes=nbytes, first_op=-1))
+            self.blocks.append(_Block(serial=serial, nbytes=nbytes))
         return found
 
     def raise_peak(self) -> None:
@@ -144,11 +176,17 @@ class _Builder:
                 self.module = self.names[entry.a]
             case Event.CALL:
                 self.call(entry)
+            case Event.EXISTS:
+                self.block(entry.a, entry.b)
+            case Event.TOUCH:
+                self.touch(entry)
 
     def memory(self, entry: LogEntry) -> None:
         if entry.kind == Event.ALLOC:
             self.block_of[entry.a] = len(self.blocks)
-            self.blocks.append(_Block(nbytes=entry.b, first_op=self.next_op - 1))
+            self.blocks.append(
+                _Block(serial=entry.a, nbytes=entry.b, maker=self.owner(entry.thread), birth=self.birth(entry.b))
+            )
             self.live += entry.b
             self.raise_peak()
         elif entry.kind == Event.FREE:
@@ -157,15 +195,38 @@ class _Builder:
         elif (saved := self.saved.get(entry.c)) is not None:
             self.block_of[entry.a] = saved.storage
 
+    def birth(self, nbytes: int) -> tuple[int, int] | None:
+        """Return by which allocation since the last operator began a block is recognised."""
+        if nbytes < self.least_bytes:
+            return None
+        self.births += 1
+        return self.next_op - 1, self.births - 1
+
     def operand(self, entry: LogEntry) -> None:
-        op = self.current(entry.thread)
+        op = self.running(entry.thread) if self.reach is Reach.TOUCHED else self.listing(entry.thread)
         if op is None:
             return
         storage = self.block(entry.a, entry.c)
         if entry.kind == Event.READ:
-            op.reads.setdefault(storage, entry.b)
+            self.ops[op].reads.setdefault(storage, entry.b)
         else:
             self.written(op, storage, entry.b)
+
+    def touch(self, entry: LogEntry) -> None:
+        if not self.ops:
+            self.early_touches.append(entry)
+            return
+        storage = self.block_of.get(entry.a)
+        if storage is None:
+            return  # the block of nobody that the trace knows
+        op = self.owner(entry.thread)
+        running, block = self.ops[op], self.blocks[storage]
+        fresh = block.maker == op
+        if not (entry.b and fresh):
+            # Whoever writes a part of what was there before needs the rest of it.
+            running.reads.setdefault(storage, _NO_VERSION)
+        if entry.b and storage not in running.writes:
+            self.changed(op, storage, block.versions if fresh else block.versions + 1)
 
     def operator(self, entry: LogEntry) -> None:
         stack = self.stacks.setdefault(entry.thread, [])
@@ -177,27 +238,31 @@ class _Builder:
                 del stack[ended]
             return
         name = self.names[entry.a]
-        inside = any(frame.chosen for frame in stack)
+        inside = self.running(entry.thread) is not None
         phase = None
         if entry.b == Scope.BACKWARD:
             phase = Phase.BACKWARD
         elif entry.b == Scope.USER and name.startswith("Optimizer."):
             phase = Phase.UPDATE
         chosen = entry.b == Scope.FUNCTION and not inside and self.is_operator(name)
-        stack.append(_Frame(entry.a, entry.at_ns, chosen, phase))
+        stack.append(_Frame(entry.a, entry.at_ns, self.next_op if chosen else None, phase))
         if chosen:
             current = next((frame.phase for frame in reversed(stack) if frame.phase is not None), Phase.FORWARD)
             self.ops.append(
                 _Running(name=name, phase=current, begin_ns=entry.at_ns, module=self.module, peak_bytes=self.live)
             )
+            self.births = 0
+            while self.early_touches:
+                self.touch(self.early_touches.pop(0))
 
     def call(self, entry: LogEntry) -> None:
         stack = self.stacks.get(entry.thread, [])
         if stack and self.names[stack[-1].name] == _MODE:
             stack[-1].numbers = True
         # As a rule one; more if this overload of the operator is composed of others.
-        if any(frame.chosen for frame in stack):
-            self.calls.setdefault(self.next_op - 1, []).append(entry.a)
+        op = self.running(entry.thread)
+        if op is not None:
+            self.calls.setdefault(op, []).append(entry.a)
 
     def ended(self, frame: _Frame, outer: _Frame | None, at_ns: int) -> None:
         """Take note of how long the mode that numbers took beside the call it let pass."""
@@ -206,22 +271,33 @@ class _Builder:
         if self.ops and outer is not None and outer.numbers:
             self.ops[-1].numbering_ns -= at_ns - frame.begin_ns
 
-    def current(self, thread: int) -> _Running | None:
-        """Return the operator whose operands are being listed: only the chosen call itself, not those inside it."""
-        stack = self.stacks.get(thread, [])
-        return self.ops[-1] if stack and stack[-1].chosen else None
+    def running(self, thread: int) -> int | None:
+        """Return the operator that runs on a thread."""
+        return next((frame.op for frame in self.stacks.get(thread, ()) if frame.op is not None), None)
 
-    def written(self, op: _Running, storage: int, version: int) -> None:
-        block = self.blocks[storage]
-        before = op.reads.get(storage)
-        fresh = block.first_op == self.next_op - 1
-        if before is not None and version <= before and not fresh:
+    def listing(self, thread: int) -> int | None:
+        """Return the operator whose operands are being listed: only the chosen call itself, not those inside it."""
+        stack = self.stacks.get(thread)
+        return stack[-1].op if stack else None
+
+    def owner(self, thread: int) -> int:
+        """Return the operator that a thread's doings belong to: its own, or else the one that began last anywhere."""
+        op = self.running(thread)
+        return self.next_op - 1 if op is None else op
+
+    def written(self, op: int, storage: int, version: int) -> None:
+        before = self.ops[op].reads.get(storage)
+        if before is not None and version <= before and self.blocks[storage].maker != op:
             return  # a view of an operand: nothing was written
-        if storage not in op.writes:
-            op.writes.append(storage)
+        self.changed(op, storage, version)
+
+    def changed(self, op: int, storage: int, version: int) -> None:
+        block, running = self.blocks[storage], self.ops[op]
+        if storage not in running.writes:
+            running.writes.append(storage)
         block.versions = max(block.versions, version)
-        if block.producer is None and fresh:
-            block.producer = self.next_op - 1
+        if block.producer is None and block.maker == op:
+            block.producer = op
 
     def autograd(self, entry: LogEntry) -> None:
         if entry.kind == Event.PACK:
@@ -278,7 +354,10 @@ class _Builder:
             static_bytes=min(self.static_bytes, self.live),
             model=model,
             torch_version=torch_version,
+            reach=self.reach,
+            least_bytes=self.least_bytes,
         )
+        touched = self.reach is Reach.TOUCHED
         use_events = tuple(tuple(self.saved[record].use_events) for record in self.order)
         return Recorded(
             trace=trace,
@@ -286,6 +365,8 @@ class _Builder:
             use_events=use_events,
             calls=self.calls,
             numbering_s=sum(op.numbering_ns for op in self.ops) / 1e9,
+            serials=tuple(block.serial for block in self.blocks) if touched else (),
+            births=tuple(block.birth for block in self.blocks) if touched else (),
         )
 
     def _ops(self, end_ns: int) -> tuple[Op, ...]:
@@ -309,19 +390,25 @@ class _Builder:
         return tuple(ops)
 
     def _storage(self, index: int, block: _Block, kind_of: Mapping[int, Kind], saved: bool) -> Storage:
+        touched = self.reach is Reach.TOUCHED
+        first = -1 if block.maker is None else block.maker
         last = len(self.ops) if block.last_op is None else block.last_op
+        if touched:
+            # What the step made before its first operator does not live on: its gaps end with the step.
+            first = first if block.maker is None else max(first, 0)
+            last = max(last, 0)
         kind = kind_of.get(index)
         if kind is None:
-            if saved and block.first_op >= 0:
+            if first >= 0 and (saved or (touched and last > first)):
                 kind = Kind.ACTIVATION
-            elif block.first_op < 0:
+            elif first < 0:
                 kind = Kind.INPUT if block.last_op is None else Kind.OTHER
             else:
-                kind = Kind.SCRATCH if block.first_op == last else Kind.OTHER
+                kind = Kind.SCRATCH if first == last else Kind.OTHER
         return Storage(
             nbytes=block.nbytes,
             kind=kind,
-            first_op=block.first_op,
+            first_op=first,
             last_op=last,
             producer=block.producer,
             versions=block.versions,
@@ -338,9 +425,14 @@ def build_trace(
     kinds: Mapping[int, Kind] | None = None,
     model: str = "",
     torch_version: str = "",
+    reach: Reach = Reach.SAVED,
+    least_bytes: int = 0,
 ) -> Recorded:
-    """Return the trace of a logged step. `kinds` says what known storages (by serial) are for."""
-    builder = _Builder(names, static_bytes=static_bytes, is_operator=is_operator)
+    """Return the trace of a logged step. `kinds` says what known storages (by serial) are for.
+
+    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it.
+    """
+    builder = _Builder(names, static_bytes=static_bytes, is_operator=is_operator, reach=reach, least_bytes=least_bytes)
     for entry in entries:
         builder.feed(entry)
     return builder.finish(end_ns, kinds or {}, model=model, torch_version=torch_version)

@@ -18,7 +18,7 @@ from lowtide.core.fields import (
     real,
     text,
 )
-from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
+from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
 
 
 def encode_trace(trace: Trace) -> dict[str, Any]:
@@ -31,6 +31,8 @@ def encode_trace(trace: Trace) -> dict[str, Any]:
         "device": trace.device,
         "torch_version": trace.torch_version,
         "static_bytes": trace.static_bytes,
+        "reach": trace.reach,
+        "least_bytes": trace.least_bytes,
         "names": names,
         "modules": modules,
         "ops": {"name": name, "module": module, "start_s": _starts(trace), **ops},
@@ -60,6 +62,9 @@ def decode_trace(fields: Fields, version: int) -> Trace:
         model=fields.get("model", text),
         device=fields.get("device", text),
         torch_version=fields.get("torch_version", text),
+        # Before version 3 only what autograd saved was moved.
+        reach=fields.get("reach", member_of(Reach)) if version >= 3 else Reach.SAVED,
+        least_bytes=fields.get("least_bytes", integer) if version >= 3 else 0,
     )
     _check_references(trace)
     return trace
@@ -133,6 +138,7 @@ def _decode_saves(saves: Fields) -> tuple[Save, ...]:
 def _check_references(trace: Trace) -> None:
     """Check that indices name something and times are times, so that whoever plans from the trace need not."""
     last_storage, end = len(trace.storages) - 1, len(trace.ops)
+    check_between("least bytes", trace.least_bytes, 0, 2**63 - 1)
     for op in trace.ops:
         if not 0 <= op.duration_s < float("inf"):
             raise Damaged(f"duration {op.duration_s} of an operator is no time")

@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 
 class Event(IntEnum):
-    """The kinds of log entry; the same numbers as in lowtide.h, which says what `a`, `b` and `c` are for each."""
+    """The kinds of log entry; the same numbers as in lowtide.h, which says what `a`, `b` and `c` are for each.
+
+    An executor that moves pages logs no PACK, UNPACK, SOLE and GONE, and these instead. EXISTS (a: serial, b: bytes):
+    a block that is alive when the log starts. TOUCH (a: serial, b: 1 if it was written): a touch that no operator
+    announced, seen by a page fault. LEFT (a: serial, b: bytes, c: 1 if they had to be written) and CAME_BACK (a:
+    serial, b: bytes): pages of a block that is alive all the same.
+    """
 
     ALLOC = 0
     FREE = 1
@@ -25,6 +31,10 @@ class Event(IntEnum):
     MODULE = 13
     MARKER = 14
     CALL = 15
+    EXISTS = 16
+    TOUCH = 17
+    LEFT = 18
+    CAME_BACK = 19
 
 
 class LogEntry(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 
 
 class Phase(StrEnum):
