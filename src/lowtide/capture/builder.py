@@ -26,6 +26,9 @@ from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
 # How PyTorch's observer calls a dispatch mode at work.
 _MODE = "PythonDispatchMode"
 
+# What OP_BEGIN says of a call that is an operator of the trace, where it says anything.
+_COMPUTES = 1
+
 # The version of a storage that a page fault saw read: none, so that a result in the same storage is a change of it.
 _NO_VERSION = -1
 
@@ -244,7 +247,7 @@ class _Builder:
             phase = Phase.BACKWARD
         elif entry.b == Scope.USER and name.startswith("Optimizer."):
             phase = Phase.UPDATE
-        chosen = entry.b == Scope.FUNCTION and not inside and self.is_operator(name)
+        chosen = entry.b == Scope.FUNCTION and not inside and self.computes(entry, name)
         stack.append(_Frame(entry.a, entry.at_ns, self.next_op if chosen else None, phase))
         if chosen:
             current = next((frame.phase for frame in reversed(stack) if frame.phase is not None), Phase.FORWARD)
@@ -254,6 +257,10 @@ class _Builder:
             self.births = 0
             while self.early_touches:
                 self.touch(self.early_touches.pop(0))
+
+    def computes(self, entry: LogEntry, name: str) -> bool:
+        """Tell whether a call is an operator: the log may say so of its overload, else its name has to."""
+        return entry.c == _COMPUTES if entry.c else self.is_operator(name)
 
     def call(self, entry: LogEntry) -> None:
         stack = self.stacks.get(entry.thread, [])

@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.capture.builder import Recorded, build_trace
-from lowtide.core.trace import Kind
+from lowtide.core.trace import Kind, Reach
 from lowtide.execute.backends.protocol import Backend
 
 
@@ -45,8 +45,16 @@ class Recorder:
     """Logs one step at a time. `models` and `optimizers` only give names and kinds; any step can be recorded."""
 
     def __init__(
-        self, backend: Backend, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        backend: Backend,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        reach: Reach = Reach.SAVED,
+        least_bytes: int = 0,
     ) -> None:
+        self._reach = reach
+        self._least_bytes = least_bytes
         self._backend = backend
         self._models = models
         self._optimizers = list(optimizers)
@@ -62,7 +70,7 @@ class Recorder:
 
     def start(self) -> None:
         """Log from here on."""
-        self._static_bytes = self._backend.usage().live_bytes
+        self._static_bytes = self._backend.held_bytes()
         self._backend.observe(names=True, log=True)
         self._name_modules()
         self.recording = True
@@ -86,6 +94,8 @@ class Recorder:
             kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
             model=type(self._models[0]).__name__ if self._models else "",
             torch_version=torch.__version__,
+            reach=self._reach,
+            least_bytes=self._least_bytes,
         )
         trace = replace(recorded.trace, device=self._backend.device.type)
         return replace(recorded, trace=trace, needs=log.needs)

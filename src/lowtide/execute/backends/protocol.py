@@ -164,6 +164,10 @@ class Backend(Protocol):
         """Make room for what is expected, and let the device catch up if it is far behind. May wait."""
         ...
 
+    def held_bytes(self) -> int:
+        """Return the bytes of the tensors that there are, wherever they lie."""
+        ...
+
     def usage(self) -> Usage:
         """Return the numbers now."""
         ...

@@ -10,14 +10,18 @@ import torch
 
 from lowtide import registry
 from lowtide.errors import BadArgument
+from lowtide.estimate.calibrate import SPILL
+from lowtide.estimate.links import machine_for
 from lowtide.execute.tide.device import DeviceTide
+from lowtide.execute.tide.cpu import CpuTide
 from lowtide.execute.tide.fleet import Fleet
 from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend
 from lowtide.execute.tide.tide import Tide
-from lowtide.memory.budget import BudgetLike
+from lowtide.memory.budget import BudgetLike, Budgets
+from lowtide.memory.ranges import RangeMemory
 from lowtide.plan.policy import Policy
 from lowtide.tiers.medium import Medium
-from lowtide.tiers.open import Spill
+from lowtide.tiers.open import Spill, open_medium
 
 T = TypeVar("T")
 
@@ -71,6 +75,10 @@ def open_tide(
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
+            if device is None and not moves_nothing and not _recomputes(registry.policy(policy), recompute):
+                tides.append(_on_pages(models, optimizers, budgets_there, spill=spill, policy=policy, verify=verify))
+                opened.callback(tides[-1].close)
+                continue
             backend = open_backend(device, budgets_there, spill=spill, verify=verify, moves_nothing=moves_nothing)
             tides.append(
                 DeviceTide(
@@ -86,6 +94,39 @@ def open_tide(
         tide = tides[0] if len(tides) == 1 else Fleet(tides)
         opened.pop_all()
     return tide
+
+
+def _recomputes(policy: Policy, asked: bool | None) -> bool:
+    return bool(getattr(policy, "recomputes", False)) if asked is None else asked
+
+
+def _on_pages(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    budgets: Budgets,
+    *,
+    spill: Spill,
+    policy: str | Policy,
+    verify: bool,
+) -> Tide:
+    medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
+    name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
+    try:
+        machine = machine_for(medium)
+        least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
+        memory = RangeMemory({SPILL: medium}, least_bytes=least_bytes, verify=verify)
+    except BaseException:
+        medium.close()
+        raise
+    return CpuTide(
+        models,
+        optimizers,
+        memory,
+        machine=machine,
+        budget_bytes=budgets.fast_bytes,
+        spill_name=name,
+        policy=registry.policy(policy),
+    )
 
 
 def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str) -> list[T]:

@@ -87,6 +87,7 @@ class RangeCounters:
     wait_ns: int
     beyond: int
     ranges: int
+    away: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +323,7 @@ class Native:
 
     def range_counters(self) -> RangeCounters:
         """Return the numbers of ranges now."""
-        out = (ctypes.c_int64 * 12)()
+        out = (ctypes.c_int64 * 13)()
         self._range_counters(out)
         return RangeCounters(**dict(zip(RangeCounters.__slots__, out, strict=True)))
 

@@ -182,12 +182,14 @@ int64_t lt_shrink() {
   }
 }
 
-// leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges
+// leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges, bytes away
 void lt_range_counters(int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   const RangeCounters& c = ranges().counted;
-  int64_t values[] = {c.leaving,      c.arriving, c.written, c.read,   c.released, c.faults,
-                      c.write_faults, c.touches,  c.waits,   c.wait_ns, c.beyond,  ranges().count()};
+  int64_t away = 0;
+  ranges().each([&](Range* range) { away += range->place == Place::kAway ? range->bytes : 0; });
+  int64_t values[] = {c.leaving,      c.arriving, c.written, c.read,    c.released, c.faults, c.write_faults,
+                      c.touches,      c.waits,    c.wait_ns, c.beyond,  ranges().count(),  away};
   std::memcpy(out, values, sizeof(values));
 }
 

@@ -98,6 +98,9 @@ class AcceleratorBackend(Remaking):
     def refresh_static(self) -> None:
         self._warn()
 
+    def held_bytes(self) -> int:
+        return self.usage().live_bytes
+
     def usage(self) -> Usage:
         peak_bytes, peak_reserved_bytes = self._memory.peaks()
         return Usage(

@@ -116,6 +116,9 @@ class AdvisoryBackend(AskedByAllocator):
                 self.over_budget_bytes = max(self.over_budget_bytes, lacking_bytes)
                 return
 
+    def held_bytes(self) -> int:
+        return self.usage().live_bytes
+
     def usage(self) -> Usage:
         with self._lock:
             live_bytes = self._memory.live_bytes()

@@ -14,7 +14,7 @@ import torch
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.estimate.traffic import Moved, Traffic
-from lowtide.execute.backends.cpu.foreign import Foreign
+from lowtide.memory.foreign import Foreign
 from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Log, Packed, Usage
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
@@ -91,6 +91,9 @@ class CpuBackend(AskedByAllocator):
 
     def forget_freed(self) -> None:
         self._native.set_foreign(self._foreign.live_bytes())
+
+    def held_bytes(self) -> int:
+        return self.usage().live_bytes
 
     def usage(self) -> Usage:
         memory, traffic = self._native.counters(), self._native.mover_counters()

@@ -20,8 +20,11 @@ class Foreign:
         self._is_ours = is_ours
         self._known: list[tuple[Any, int]] = []
 
-    def find(self) -> None:
-        """Look for them among all objects of the process."""
+    def find(self, take_over: Callable[[torch.Tensor], int] | None = None) -> None:
+        """Look for them among all objects of the process.
+
+        `take_over` makes as much of a tensor's memory ours as it can, and returns its bytes: they are not foreign.
+        """
         gc.collect()  # what waits to be collected need not count
         seen: dict[int, tuple[Any, int]] = {}
         for thing in gc.get_objects():
@@ -34,7 +37,9 @@ class Foreign:
                         continue
                     storage = tensor.untyped_storage()
                     if storage.data_ptr() and not self._is_ours(storage._cdata):
-                        seen[storage._cdata] = (_WeakRef(storage), storage.nbytes())
+                        if storage._cdata not in seen:
+                            ours = 0 if take_over is None else take_over(tensor)
+                            seen[storage._cdata] = (_WeakRef(storage), storage.nbytes() - ours)
         self._known = list(seen.values())
 
     def live_bytes(self) -> int:

@@ -1,0 +1,284 @@
+"""A training on the CPU: every tensor's pages may leave; a step is watched, planned, and the next ones follow natively."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from lowtide.capture.builder import Recorded
+from lowtide.capture.recorder import Recorder
+from lowtide.core.machine import Machine
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.trace import Trace
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.estimate.calibrate import SPILL
+from lowtide.estimate.traffic import Moved, Traffic, link_seen
+from lowtide.execute.tide.learning import Learning
+from lowtide.execute.tide.tide import Tide
+from lowtide.memory.ranges import RangeMemory
+from lowtide.plan.policy import Policy
+from lowtide.residency.range_schedule import RangeSchedule, compile_ranges
+
+
+class CpuTide(Tide):
+    """See `Tide`; `memory` is closed with the tide."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        memory: RangeMemory,
+        *,
+        machine: Machine,
+        budget_bytes: int,
+        spill_name: str,
+        policy: Policy,
+    ) -> None:
+        super().__init__()
+        self._memory, self._machine = memory, machine
+        self._budget_bytes, self._spill_name = budget_bytes, spill_name
+        self._policy = policy
+        self._recorder = Recorder(memory, models, optimizers, reach=memory.reach, least_bytes=memory.least_bytes)
+        self._learning = Learning()
+        self._signature_of: dict[int, tuple[object, ...]] = {}  # by the native number of its plan
+        self._next_plan = -1
+        self._trace: Trace | None = None
+        self._plan: Plan | None = None
+        self._step_s: list[float] = []
+        self._step_stall_s = 0.0
+        self._peaks = (0, 0)
+        self._warned = False
+        try:
+            memory.open(budget_bytes)
+        except BaseException:
+            memory.close(bring_back=True)
+            raise
+        self._static_bytes = memory.held_bytes()
+        self._opened()
+
+    # ---- the loop ----
+
+    def hooks(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def turning_refusals_into_errors(self) -> Iterator[None]:
+        refusals = self._memory.refusals
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            interruption = self._memory.interruption()
+            if interruption is not None:
+                raise interruption from error
+            self._raise_trouble(error)
+            if self._memory.refusals == refusals:
+                raise
+            raise self._too_small() from error
+
+    def _raise_trouble(self, cause: BaseException | None = None) -> None:
+        """Raise what went wrong where nothing could be raised; warn of the first write that failed (R4)."""
+        trouble, warning = self._memory.take_errors()
+        if warning and not self._warned:
+            self._warned = True
+            warnings.warn(f"lowtide: {warning}; keeping the data in memory", RuntimeWarning, stacklevel=4)
+        if trouble is not None:
+            raise trouble from cause
+
+    def _too_small(self) -> BudgetTooSmall:
+        refusal = self._memory.native.last_refusal()
+        needed_bytes = refusal.live_bytes + refusal.requested_bytes
+        if self._trace is not None:
+            needed_bytes = max(needed_bytes, self._trace.floor_bytes())
+        return BudgetTooSmall(
+            budget_bytes=refusal.budget_bytes, needed_bytes=needed_bytes, op=refusal.op or "an operator"
+        )
+
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        self._recorder.know(optimizer)
+
+    def begin_step(self) -> None:
+        self._inside = True
+        memory = self._memory
+        memory.forget_freed()
+        usage = memory.usage()
+        self._peaks = (max(self._peaks[0], usage.peak_bytes), max(self._peaks[1], usage.peak_reserved_bytes))
+        memory.native.reset_peaks()
+        self._static_bytes = usage.held_bytes
+        if self._learning.records:
+            memory.announce(True)
+            self._recorder.start()
+        else:
+            memory.announce(self._under_pressure or usage.counted.away > 0)
+        memory.native.step_begin(self._next_plan)
+        self._started = time.perf_counter()
+        self._stall_before = usage.stall_s
+
+    def end_step(self) -> None:
+        self._inside = False
+        followed, _, _ = self._memory.native.step_end()
+        self._step_s.append(time.perf_counter() - self._started)
+        self._step_stall_s = self._memory.usage().stall_s - self._stall_before
+        try:
+            self._raise_trouble()
+        except BaseException:
+            self._recorder.cancel()
+            raise
+        self._learn(followed)
+
+    def abandon_step(self) -> None:
+        self._inside = False
+        self._memory.native.step_abandon()
+        self._recorder.cancel()
+        self._memory.take_errors()
+
+    def _learn(self, followed: int | None) -> None:
+        """Learn from the step that has ended, and plan the next."""
+        signature = None if followed is None else self._signature_of[followed]
+        if self._recorder.recording:
+            recorded = self._recorder.stop()
+            if recorded is not None and not recorded.trace.ops:
+                self._learning.nothing_seen()
+                return
+            if recorded is not None:
+                signature = _signature(recorded)
+                if self._learning.is_worth_planning(signature, followed=followed is not None):
+                    self._trace = recorded.trace
+                    followed = self._follow(recorded, signature)
+                    self._learning.planned(signature)
+        if followed is not None:
+            self._next_plan = followed
+        self._learning.ended(signature, followed=followed is not None)
+
+    def _follow(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
+        problem = Problem(
+            trace=recorded.trace, machine=self._machine, budget_bytes=self._budget_bytes, tier=self._memory.tiers[0]
+        )
+        self._plan = self._policy.plan(problem)
+        number = self._add(compile_ranges(self._plan, recorded, tier=self._memory.tiers[0]))
+        self._signature_of[number] = signature
+        return number
+
+    def _add(self, schedule: RangeSchedule) -> int:
+        native, tiers = self._memory.native, {name: number for number, name in enumerate(self._memory.tiers)}
+        return native.plan_add(
+            names=[native.name_id(name) for name in schedule.names],
+            storages=[
+                (
+                    -1 if one.serial is None else one.serial,
+                    *(one.birth or (-1, -1)),
+                    one.nbytes,
+                    tiers[one.tier],
+                    int(one.leaves_again),
+                )
+                for one in schedule.storages
+            ],
+            uses=[one.uses for one in schedule.storages],
+            actions=[(one.op, int(one.kind), one.storage, tiers[one.tier]) for one in schedule.actions],
+        )
+
+    @property
+    def _under_pressure(self) -> bool:
+        return self._trace is None or self._trace.peak_bytes > self._budget_bytes
+
+    # ---- answers ----
+
+    def __repr__(self) -> str:
+        if self._closed:
+            state = "closed"
+        else:
+            state = f"peak {format_bytes(self._peak_bytes()[0])}, spill to {self._spill_name}"
+        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
+        return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
+
+    def _peak_bytes(self) -> tuple[int, int]:
+        usage = self._memory.usage()
+        return max(self._peaks[0], usage.peak_bytes), max(self._peaks[1], usage.peak_reserved_bytes)
+
+    def stats(self) -> dict[str, object]:
+        usage = self._memory.usage()
+        peak_bytes, peak_reserved_bytes = self._peak_bytes()
+        return {
+            "budget_bytes": self._budget_bytes,
+            "budget_exact": True,
+            "over_budget_bytes": usage.counted.beyond,
+            "peak_bytes": peak_bytes,
+            "peak_reserved_bytes": peak_reserved_bytes,
+            "last_step_peak_bytes": usage.peak_bytes,
+            "static_bytes": self._static_bytes,
+            "swapped_out_bytes": usage.counted.written,
+            "swapped_in_bytes": usage.counted.read,
+            "released_bytes": usage.counted.released,
+            "faults": usage.counted.faults,
+            "write_faults": usage.counted.write_faults,
+            "stall_s": usage.stall_s,
+            "last_step_stall_s": self._step_stall_s,
+            "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
+            "last_step_s": self._step_s[-1] if self._step_s else 0.0,
+            "steps": len(self._step_s),
+            "policy": self._policy.name,
+            "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
+            "plan_revisions": 0,
+            "planned_recomputes": 0,
+            "recomputed_ops": 0,
+            "recompute_s": 0.0,
+            "unmanaged": {},
+            **self._memory.figures(),
+        }
+
+    def trace(self, device: str | None = None) -> Trace:
+        self._check_device(device)
+        if self._trace is None:
+            if self._step_s:
+                raise BadArgument("no step was recorded: none ran an operator")
+            raise BadArgument("no step was recorded yet: run one inside tide.step() first")
+        return self._trace
+
+    def plan(self, device: str | None = None) -> Plan | None:
+        self._check_device(device)
+        return self._plan
+
+    def machine_of(self, device: str | None = None) -> Machine:
+        self._check_device(device)
+        return self._machine
+
+    def machine_seen(self, device: str | None = None) -> Machine:
+        self._check_device(device)
+        meter = iter(self._memory.native.range_meter())
+        write, read, write_waited, read_waited = (
+            Moved(nbytes=nbytes, transfers=transfers, busy_s=busy_ns * 1e-9)
+            for nbytes, transfers, busy_ns in zip(meter, meter, meter, strict=True)
+        )
+        traffic = Traffic(write=write, read=read, write_waited=write_waited, read_waited=read_waited)
+        links = {**self._machine.links, SPILL: link_seen(self._machine.links[SPILL], traffic)}
+        return replace(self._machine, links=links, source="seen")
+
+    @property
+    def memory(self) -> RangeMemory:
+        """What the tensors' pages are managed by."""
+        return self._memory
+
+    def _check_device(self, device: str | None) -> None:
+        if device not in (None, "cpu"):
+            raise BadArgument(f"this tide is on cpu: there is nothing to tell of {device!r}")
+
+    # ---- the end ----
+
+    def _let_go(self, *, bring_back: bool) -> None:
+        self._recorder.cancel()
+        self._memory.close(bring_back=bring_back)
+
+
+def _signature(recorded: Recorded) -> tuple[object, ...]:
+    """Return what tells one kind of step from another: its operators and the sizes of what it makes."""
+    trace = recorded.trace
+    made = tuple(
+        (birth, block.nbytes) for birth, block in zip(recorded.births, trace.storages, strict=True) if birth is not None
+    )
+    return tuple(op.name for op in trace.ops), made

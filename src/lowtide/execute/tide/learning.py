@@ -1,0 +1,55 @@
+"""When a step is worth recording, and when a recorded one is worth a plan.
+
+The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's state
+exist, is the allocator warm, and do operators take the time they will go on taking. A step that matched no plan is
+planned once it repeats (R8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+_RECORDINGS = 2
+# Steps to record after one that matched no plan.
+_ALERT_STEPS = 8
+
+
+class Learning:
+    """Counts the kinds of step, each known by a signature."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, int] = {}
+        self._seen: set[int] = set()
+        self._alert = 1
+
+    @property
+    def records(self) -> bool:
+        """Whether the next step is to be recorded."""
+        return self._alert > 0
+
+    def nothing_seen(self) -> None:
+        """Take note of a step in which nothing could have moved."""
+        self._alert = max(1 if not self._recorded else 0, self._alert - 1)
+
+    def is_worth_planning(self, signature: Hashable, *, followed: bool) -> bool:
+        """Tell whether a step that was recorded is to be planned; `followed`: it followed a plan to its end."""
+        repeats = not self._recorded or hash(signature) in self._seen
+        return self._recorded.get(signature, 0) < _RECORDINGS and (repeats or followed)
+
+    def planned(self, signature: Hashable) -> None:
+        """Take note of a recorded step that was planned."""
+        self._recorded[signature] = self._recorded.get(signature, 0) + 1
+
+    def ended(self, signature: Hashable | None, *, followed: bool) -> None:
+        """Take note of a step's end (None: it was not recorded, and followed no plan)."""
+        self._alert = max(0, self._alert - 1)
+        times = 0
+        if signature is not None:
+            self._seen.add(hash(signature))
+            times = self._recorded.get(signature, 0)
+        if times == 0:
+            self._alert = _ALERT_STEPS
+        elif times < _RECORDINGS:
+            self._alert = max(1, self._alert)
+        elif followed:
+            self._alert = 0

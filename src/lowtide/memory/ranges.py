@@ -1,0 +1,240 @@
+"""Fast memory on the CPU: tensors keep their addresses, their pages leave to tiers and return.
+
+The work is native (`memory/native`): this opens and closes it, tells what it counts, and says what its codes mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.core.trace import Reach
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError
+from lowtide.memory.foreign import Foreign
+from lowtide.memory.native import load
+from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, Place, RangeCounters, Trouble
+from lowtide.execute.backends.protocol import Log
+from lowtide.tiers.medium import Medium, figures_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeUsage:
+    """Fast memory and traffic at one instant.
+
+    `live_bytes` are the tensors' bytes in fast memory, `held_bytes` all of them, wherever they are; `reserved_bytes`
+    counts kept pages too, and is what the budget bounds.
+    """
+
+    live_bytes: int
+    held_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    stall_s: float
+    counted: RangeCounters
+
+
+class RangeMemory:
+    """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go."""
+
+    device = torch.device("cpu")
+    reach = Reach.TOUCHED
+
+    def __init__(self, media: Mapping[str, Medium], *, least_bytes: int, verify: bool = False, threads: int = 2) -> None:
+        self.native = load()
+        self.least_bytes = least_bytes
+        self._media = dict(media)
+        self._foreign = Foreign(self.native.is_ours)
+        self._pid = os.getpid()
+        self._stall_before_s = 0.0
+        self._medium_error = ""
+        for medium in self._media.values():
+            fds = getattr(medium, "fds", None)
+            self.native.tier_add(
+                fds=fds or (),
+                stripe_bytes=getattr(medium, "stripe_bytes", 8 << 20),
+                capacity_bytes=medium.capacity_bytes,
+                medium=None if fds else self._caller(medium),
+            )
+        if not self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads):
+            raise BadArgument("another tide is open in this process: close it before opening a second one")
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The names of the tiers, in the order in which native plans number them."""
+        return tuple(self._media)
+
+    # ---- budget ----
+
+    def open(self, budget_bytes: int) -> None:
+        """Enforce a budget, over the tensors that exist already too: what does not fit leaves at once."""
+        native = self.native
+        native.install()
+        self._foreign.find(take_over=lambda tensor: native.adopt(tensor._cdata))
+        self.forget_freed()
+        native.reset_peaks()
+        self._stall_before_s = native.counters().stall_s
+        native.set_budget(budget_bytes)
+        beyond_bytes = native.shrink()
+        native.reset_peaks()
+        if beyond_bytes > 0:
+            raise BudgetTooSmall(
+                budget_bytes=budget_bytes,
+                needed_bytes=budget_bytes + beyond_bytes,
+                op="the first step",
+                detail=self._failed_write() or "tensors that exist already and cannot leave take that much",
+            )
+
+    def lift(self) -> None:
+        """Enforce no budget any more."""
+        self.native.set_budget(0)
+
+    def forget_freed(self) -> None:
+        """Stop counting memory of other allocators that was freed since."""
+        self.native.set_foreign(self._foreign.live_bytes())
+
+    def usage(self) -> RangeUsage:
+        """Return the numbers now."""
+        memory, counted = self.native.counters(), self.native.range_counters()
+        return RangeUsage(
+            live_bytes=memory.live_bytes,
+            held_bytes=memory.live_bytes + counted.away,
+            peak_bytes=memory.peak_live_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            peak_reserved_bytes=memory.peak_reserved_bytes,
+            stall_s=memory.stall_s - self._stall_before_s,
+            counted=counted,
+        )
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the tensors that there are, wherever they lie."""
+        return self.usage().held_bytes
+
+    def figures(self) -> dict[str, object]:
+        """Return what the media count themselves."""
+        return {name: value for medium in self._media.values() for name, value in figures_of(medium).items()}
+
+    # ---- observation ----
+
+    def announce(self, on: bool) -> None:
+        """Let operators bring their operands back before they run, or leave it to faults."""
+        self.native.observe(2 if on else 0)
+        self.native.touch(int(on))
+
+    def observe(self, *, names: bool, log: bool) -> None:
+        """Log the step that begins; `names` comes with it."""
+        del names
+        if log:
+            self.native.log_start()
+
+    def take_log(self) -> Log | None:
+        """Stop the log and return it (None: the step was too long to log)."""
+        entries = self.native.log_stop()
+        return None if entries is None else Log(entries=entries, names=self.native.names())
+
+    def drop_log(self) -> None:
+        """Stop the log and forget it."""
+        self.native.log_drop()
+
+    def mark_module(self, name: str) -> None:
+        """Log that this module's operators follow."""
+        self.native.mark_module(name.encode())
+
+    def serial_of(self, tensor: torch.Tensor) -> int:
+        """Return the number under which the log knows a tensor's storage."""
+        return self.native.serial_of_tensor(tensor._cdata)
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        """Return where a tensor's bytes are (None: they never leave)."""
+        return self.native.place(tensor._cdata)
+
+    # ---- errors ----
+
+    @property
+    def refusals(self) -> int:
+        """How many allocations were refused so far."""
+        return self.native.counters().refusals
+
+    def interruption(self) -> BaseException | None:
+        """Return what a signal's handler raised while an allocation waited, once."""
+        return self.native.take_interruption()
+
+    def take_errors(self) -> tuple[LowtideError | None, str]:
+        """Return what has to be raised, and what to warn of: a write that failed, whose bytes stay in memory (R4)."""
+        stopped, failed = self.native.take_trouble()
+        warning = "" if failed is None else self._write_text(failed)
+        return (None if stopped is None else self._error_of(stopped)), warning
+
+    def _failed_write(self) -> str:
+        _, failed = self.native.take_trouble()
+        return "" if failed is None else self._write_text(failed)
+
+    def _write_text(self, failed: Trouble) -> str:
+        reason = os.strerror(failed.code) if failed.code < SHORT_READ else "the medium failed"
+        name = self.tiers[failed.tier]
+        return f"writing {format_bytes(failed.nbytes)} to tier '{name}' failed: {self._medium_error or reason}"
+
+    def _error_of(self, trouble: Trouble) -> LowtideError:
+        if trouble.code == errno.ENOMEM:
+            memory = self.native.counters()
+            return BudgetTooSmall(
+                budget_bytes=memory.budget_bytes,
+                needed_bytes=memory.peak_reserved_bytes,
+                op="an operator whose operands alone pass the budget",
+            )
+        what = f"{format_bytes(trouble.nbytes)} of a tensor"
+        place = f"tier '{self.tiers[trouble.tier]}'" if trouble.tier < len(self.tiers) else "its tier"
+        match trouble.code:
+            case code if code == CORRUPTED:
+                return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
+            case code if code == SHORT_READ:
+                return SpillError(errno.EIO, f"{what} came back short from {place}: the spill file was cut")
+            case code if code == LOST:
+                return SpillError(errno.ESTALE, f"{what} went with {place}, which was closed")
+        return SpillError(trouble.code, f"{what} cannot be read back from {place}: {os.strerror(trouble.code)}")
+
+    def _caller(self, medium: Medium):  # type: ignore[no-untyped-def]  # ctypes calls it
+        def call(write: int, offset: int, address: int, nbytes: int) -> int:
+            """Move bytes through a medium that is written in Python, on a mover's thread; return an errno."""
+            try:
+                view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+                if write:
+                    medium.write_at(offset, view)
+                else:
+                    medium.read_at(offset, view)
+            except SpillCorrupted:
+                return CORRUPTED
+            except OSError as error:
+                return error.errno or errno.EIO
+            except BaseException as error:  # noqa: BLE001  # a mover has nobody to raise to: the transfer fails instead
+                self._medium_error = f"{type(error).__name__}: {error}"
+                return errno.EIO
+            return 0
+
+        return call
+
+    # ---- the end ----
+
+    def close(self, *, bring_back: bool) -> None:
+        """Bring back what is away, lift the budget, and let nothing leave any more."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no movers and no budget; the spill is its parent's
+        native = self.native
+        native.touch(0)
+        native.observe(0)
+        native.set_budget(0)
+        try:
+            code = native.ranges_stop(bring_back=bring_back)
+        finally:
+            native.set_foreign(0)
+            native.uninstall()
+            for medium in self._media.values():
+                medium.close()
+        if code:
+            raise self._error_of(Trouble(code=code, nbytes=0, tier=0))

@@ -1,0 +1,106 @@
+"""A plan as a step's operators execute it: what leaves and what comes back when each of them begins.
+
+This is what the native engine follows (`memory/native/schedule.h`): operators by name, in order; storages from before the
+step by their block's serial number, those the step makes by the operator after whose begin they are allocated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lowtide.capture.builder import Recorded
+from lowtide.core.plan import Plan
+from lowtide.core.trace import Trace
+
+
+class ActionKind(IntEnum):
+    """What happens to a storage; the same numbers as in schedule.h."""
+
+    LEAVE = 0
+    FETCH = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """What the begin of operator `op` sets off for a storage of the schedule."""
+
+    op: int
+    kind: ActionKind
+    storage: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledStorage:
+    """A storage, how the next step recognises it, and where it goes if memory runs out.
+
+    `serial` is the number of a block from before the step; `birth` (op, k) the k-th large allocation after operator
+    `op` has begun. `leaves_again`: it is worth knowing whether it changes before it does.
+    """
+
+    serial: int | None
+    birth: tuple[int, int] | None
+    nbytes: int
+    uses: tuple[int, ...]
+    tier: str
+    leaves_again: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeSchedule:
+    """One step: the names of its operators, its storages, and what to do when."""
+
+    names: tuple[str, ...]
+    storages: tuple[ScheduledStorage, ...]
+    actions: tuple[Action, ...]
+
+
+def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedule:
+    """Return the schedule of a plan made from a recorded step; `tier`: where storages go that the plan keeps."""
+    trace = recorded.trace
+    end = len(trace.ops)
+    touches = trace.touches()
+    leaves = Counter(swap.gap.storage for swap in plan.swaps)
+    tier_of = {swap.gap.storage: swap.tier for swap in plan.swaps}
+    number: dict[int, int] = {}
+    storages = []
+    for index, block in enumerate(trace.storages):
+        if block.nbytes < trace.least_bytes or not _recognised(trace, recorded, index):
+            continue
+        number[index] = len(storages)
+        lives_on = trace.lives_on(index)
+        storages.append(
+            ScheduledStorage(
+                serial=recorded.serials[index] if lives_on else None,
+                birth=None if lives_on else recorded.births[index],
+                nbytes=block.nbytes,
+                uses=touches[index],
+                tier=tier_of.get(index, tier),
+                leaves_again=lives_on or leaves[index] > 1,
+            )
+        )
+    actions = []
+    for swap in plan.swaps:
+        if swap.gap.storage not in number:
+            continue  # from the step before, and freed in this one: the next step has another block in its place
+        storage = number[swap.gap.storage]
+        actions.append(
+            Action(op=swap.gap.after_op % end, kind=ActionKind.LEAVE, storage=storage, tier=swap.tier)
+        )
+        if swap.fetch_op < swap.gap.before_op:
+            actions.append(Action(op=swap.fetch_op % end, kind=ActionKind.FETCH, storage=storage, tier=swap.tier))
+    # What leaves at an operator goes before what is fetched there; what is needed first is fetched first.
+    actions.sort(key=lambda action: (action.op, action.kind, _next_use(storages[action.storage], action.op, end)))
+    return RangeSchedule(
+        names=tuple(op.name for op in trace.ops), storages=tuple(storages), actions=tuple(actions)
+    )
+
+
+def _recognised(trace: Trace, recorded: Recorded, storage: int) -> bool:
+    return trace.lives_on(storage) or recorded.births[storage] is not None
+
+
+def _next_use(storage: ScheduledStorage, op: int, end: int) -> int:
+    return next((use for use in storage.uses if use >= op), storage.uses[0] + end if storage.uses else 2 * end)
