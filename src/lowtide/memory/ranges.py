@@ -16,10 +16,12 @@ import torch
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError
-from lowtide.memory.foreign import Foreign
-from lowtide.memory.native import load
-from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, Place, RangeCounters, Trouble
 from lowtide.execute.backends.protocol import Log
+from lowtide.memory.budget import auto_bytes, memory_limits
+from lowtide.memory.foreign import Foreign
+from lowtide.memory.lent import Lent
+from lowtide.memory.native import Native, load
+from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, Place, RangeCounters, Trouble
 from lowtide.tiers.medium import Medium, figures_of
 
 
@@ -46,7 +48,9 @@ class RangeMemory:
     device = torch.device("cpu")
     reach = Reach.TOUCHED
 
-    def __init__(self, media: Mapping[str, Medium], *, least_bytes: int, verify: bool = False, threads: int = 2) -> None:
+    def __init__(
+        self, media: Mapping[str, Medium], *, least_bytes: int, verify: bool = False, threads: int = 2
+    ) -> None:
         self.native = load()
         self.least_bytes = least_bytes
         self._media = dict(media)
@@ -54,6 +58,7 @@ class RangeMemory:
         self._pid = os.getpid()
         self._stall_before_s = 0.0
         self._medium_error = ""
+        _join_lingering(self.native)
         for medium in self._media.values():
             fds = getattr(medium, "fds", None)
             self.native.tier_add(
@@ -62,12 +67,12 @@ class RangeMemory:
                 capacity_bytes=medium.capacity_bytes,
                 medium=None if fds else self._caller(medium),
             )
-        if not self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads):
-            raise BadArgument("another tide is open in this process: close it before opening a second one")
+        self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
+        self._lent: Lent | None = None
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The names of the tiers, in the order in which native plans number them."""
+        """The names of the tiers, in the order in which native plans number them, from `first_tier` on."""
         return tuple(self._media)
 
     # ---- budget ----
@@ -81,6 +86,8 @@ class RangeMemory:
         native.reset_peaks()
         self._stall_before_s = native.counters().stall_s
         native.set_budget(budget_bytes)
+        self._lent = Lent(native, most_bytes=budget_bytes // 8)
+        self._lent.on()
         beyond_bytes = native.shrink()
         native.reset_peaks()
         if beyond_bytes > 0:
@@ -177,8 +184,12 @@ class RangeMemory:
 
     def _write_text(self, failed: Trouble) -> str:
         reason = os.strerror(failed.code) if failed.code < SHORT_READ else "the medium failed"
-        name = self.tiers[failed.tier]
-        return f"writing {format_bytes(failed.nbytes)} to tier '{name}' failed: {self._medium_error or reason}"
+        place = self._place_of(failed)
+        return f"writing {format_bytes(failed.nbytes)} to {place} failed: {self._medium_error or reason}"
+
+    def _place_of(self, trouble: Trouble) -> str:
+        number = trouble.tier - self.first_tier
+        return f"tier '{self.tiers[number]}'" if 0 <= number < len(self.tiers) else "a tier that was open before"
 
     def _error_of(self, trouble: Trouble) -> LowtideError:
         if trouble.code == errno.ENOMEM:
@@ -189,7 +200,7 @@ class RangeMemory:
                 op="an operator whose operands alone pass the budget",
             )
         what = f"{format_bytes(trouble.nbytes)} of a tensor"
-        place = f"tier '{self.tiers[trouble.tier]}'" if trouble.tier < len(self.tiers) else "its tier"
+        place = self._place_of(trouble)
         match trouble.code:
             case code if code == CORRUPTED:
                 return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
@@ -221,20 +232,64 @@ class RangeMemory:
 
     # ---- the end ----
 
-    def close(self, *, bring_back: bool) -> None:
-        """Bring back what is away, lift the budget, and let nothing leave any more."""
+    def close(self) -> None:
+        """Bring back what is away, lift the budget, and let nothing leave any more.
+
+        Where there is not enough memory for all of it, the rest stays away and inside the budget, and comes back as it
+        is touched, until it is freed or a later `close` finds room.
+        """
+        global _lingering
         if os.getpid() != self._pid:
             return  # a forked child has no movers and no budget; the spill is its parent's
+        if self._lent is not None:
+            self._lent.off()
+            self._lent = None
+        if self.usage().counted.away > _room_bytes():
+            _lingering = self
+            return
+        self._stop()
+
+    def _stop(self) -> None:
         native = self.native
         native.touch(0)
         native.observe(0)
         native.set_budget(0)
         try:
-            code = native.ranges_stop(bring_back=bring_back)
+            code = native.ranges_stop(bring_back=True)
         finally:
             native.set_foreign(0)
             native.uninstall()
             for medium in self._media.values():
                 medium.close()
         if code:
-            raise self._error_of(Trouble(code=code, nbytes=0, tier=0))
+            raise self._error_of(Trouble(code=code, nbytes=0, tier=self.first_tier))
+
+    def release(self) -> bool:
+        """Close what lingers if there is room for it now; False if there is not."""
+        if self.usage().counted.away > _room_bytes():
+            return False
+        self._stop()
+        return True
+
+
+# A memory whose tide was closed while there was no room for all that was away.
+_lingering: RangeMemory | None = None
+
+
+def _join_lingering(native: Native) -> None:
+    """Make way for another memory: one that lingers is closed, or shares its ranges with the new one."""
+    global _lingering
+    if not native.ranges_running():
+        return
+    if _lingering is None:
+        raise BadArgument("another tide is open in this process: close it before opening a second one")
+    if _lingering.release():
+        _lingering = None
+
+
+def _room_bytes() -> int:
+    """Return how many bytes may come back without a limit being passed."""
+    try:
+        return auto_bytes()
+    except BadArgument:  # next to nothing is left, or this system does not tell
+        return 0 if memory_limits() else 1 << 62

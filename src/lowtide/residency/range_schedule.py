@@ -86,16 +86,12 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
         if swap.gap.storage not in number:
             continue  # from the step before, and freed in this one: the next step has another block in its place
         storage = number[swap.gap.storage]
-        actions.append(
-            Action(op=swap.gap.after_op % end, kind=ActionKind.LEAVE, storage=storage, tier=swap.tier)
-        )
+        actions.append(Action(op=swap.gap.after_op % end, kind=ActionKind.LEAVE, storage=storage, tier=swap.tier))
         if swap.fetch_op < swap.gap.before_op:
             actions.append(Action(op=swap.fetch_op % end, kind=ActionKind.FETCH, storage=storage, tier=swap.tier))
     # What leaves at an operator goes before what is fetched there; what is needed first is fetched first.
     actions.sort(key=lambda action: (action.op, action.kind, _next_use(storages[action.storage], action.op, end)))
-    return RangeSchedule(
-        names=tuple(op.name for op in trace.ops), storages=tuple(storages), actions=tuple(actions)
-    )
+    return RangeSchedule(names=tuple(op.name for op in trace.ops), storages=tuple(storages), actions=tuple(actions))
 
 
 def _recognised(trace: Trace, recorded: Recorded, storage: int) -> bool:

@@ -58,7 +58,7 @@ class CpuTide(Tide):
         try:
             memory.open(budget_bytes)
         except BaseException:
-            memory.close(bring_back=True)
+            memory.close()
             raise
         self._static_bytes = memory.held_bytes()
         self._opened()
@@ -166,7 +166,8 @@ class CpuTide(Tide):
         return number
 
     def _add(self, schedule: RangeSchedule) -> int:
-        native, tiers = self._memory.native, {name: number for number, name in enumerate(self._memory.tiers)}
+        native = self._memory.native
+        tiers = {name: number for number, name in enumerate(self._memory.tiers, start=self._memory.first_tier)}
         return native.plan_add(
             names=[native.name_id(name) for name in schedule.names],
             storages=[
@@ -271,8 +272,12 @@ class CpuTide(Tide):
     # ---- the end ----
 
     def _let_go(self, *, bring_back: bool) -> None:
+        del bring_back  # parameters are among what is away: the program has them in any case
         self._recorder.cancel()
-        self._memory.close(bring_back=bring_back)
+        self._memory.close()
+
+    def _exit(self) -> None:
+        """Leave everything as it is: whoever still looks at a tensor while the process ends is served by faults."""
 
 
 def _signature(recorded: Recorded) -> tuple[object, ...]:

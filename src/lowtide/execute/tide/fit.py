@@ -12,10 +12,10 @@ from lowtide import registry
 from lowtide.errors import BadArgument
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.links import machine_for
-from lowtide.execute.tide.device import DeviceTide
 from lowtide.execute.tide.cpu import CpuTide
+from lowtide.execute.tide.device import DeviceTide
 from lowtide.execute.tide.fleet import Fleet
-from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend
+from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend, refuse_lossy
 from lowtide.execute.tide.tide import Tide
 from lowtide.memory.budget import BudgetLike, Budgets
 from lowtide.memory.ranges import RangeMemory
@@ -112,6 +112,7 @@ def _on_pages(
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
     name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
     try:
+        refuse_lossy(medium)
         machine = machine_for(medium)
         least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
         memory = RangeMemory({SPILL: medium}, least_bytes=least_bytes, verify=verify)

@@ -108,11 +108,8 @@ def open_backend(
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
     name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
     try:
-        if medium.lossy and not moves_nothing:
-            raise BadArgument(
-                f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
-                "pass a directory as spill"
-            )
+        if not moves_nothing:
+            refuse_lossy(medium)
         if device is None:
             machine, backend = machine_for(medium), _cpu(medium, verify=verify)
         else:
@@ -121,6 +118,15 @@ def open_backend(
         medium.close()
         raise
     return Opened(backend=backend, machine=machine, budget_bytes=budgets.fast_bytes, spill_name=name)
+
+
+def refuse_lossy(medium: Medium) -> None:
+    """Raise `BadArgument` for a tier that nothing can be trained with."""
+    if medium.lossy:
+        raise BadArgument(
+            f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
+            "pass a directory as spill"
+        )
 
 
 def _cpu(medium: Medium, *, verify: bool) -> Backend:

@@ -122,6 +122,10 @@ class Tide(ABC):
         atexit.unregister(self._at_exit)
         self._let_go(bring_back=bring_back)
 
+    def _exit(self) -> None:
+        """Do what has to be done when the process ends while the tide is open."""
+        self._close(bring_back=False)
+
     @abstractmethod
     def _let_go(self, *, bring_back: bool) -> None:
         """Give up everything that is open, whatever fails meanwhile."""
@@ -145,4 +149,4 @@ def _close_if_alive(reference: weakref.ref[Tide]) -> None:
     tide = reference()
     if tide is not None:
         with suppress(LowtideError):
-            tide._close(bring_back=False)
+            tide._exit()

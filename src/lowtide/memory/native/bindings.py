@@ -197,6 +197,7 @@ class Native:
         self.mark_call = quick("lt_mark_call", None, i64)
 
         self._tier_add = quick("lt_tier_add", None, pointer, integer, i64, i64, MediumCallback)
+        self.ranges_running = quick("lt_ranges_running", integer)
         self._ranges_start = quick("lt_ranges_start", integer, i64, integer, integer)
         self._ranges_stop = waiting("lt_ranges_stop", integer, integer)
         self.announce = quick("lt_announce", None, integer)
@@ -204,8 +205,9 @@ class Native:
         self.leave_all = waiting("lt_leave_all", None)
         self.leave = waiting("lt_leave", integer, pointer, integer)
         self._place = quick("lt_place", integer, pointer)
-        self.lend = waiting("lt_lend", integer, pointer, integer)
-        self.take_back = quick("lt_take_back", None, pointer)
+        self.lend = quick("lt_lend", i64, pointer)
+        self.lend_storage = quick("lt_lend_storage", i64, pointer)
+        self.take_back = quick("lt_take_back", None, i64)
         self.settle = waiting("lt_settle", None)
         self.shrink = waiting("lt_shrink", i64)
         self._range_counters = quick("lt_range_counters", None, pointer)
@@ -296,9 +298,9 @@ class Native:
         self._mover_meter(out)
         return tuple(out)
 
-    def ranges_start(self, *, least_bytes: int, verify: bool, threads: int) -> bool:
-        """Let ranges leave to the tiers that were added; False if they may already."""
-        return self._ranges_start(least_bytes, verify, threads) == 0
+    def ranges_start(self, *, least_bytes: int, verify: bool, threads: int) -> int:
+        """Let ranges leave to the tiers that were added; return the number of the first."""
+        return self._ranges_start(least_bytes, verify, threads)
 
     def tier_add(
         self,

@@ -94,6 +94,7 @@ struct Facts {
   int64_t id = -1;
   bool computes = false;  // neither a view nor composed of others: an operator of a trace
   bool touches = false;   // and it reads or writes the bytes of what it is given
+  bool goes_on = false;   // after it has returned, too: a collective, which the kernel reads and writes for
   std::vector<bool> writes;  // by argument
 };
 
@@ -123,6 +124,7 @@ Facts facts_from_schema(const at::RecordFunction& fn) {
   facts.computes = true;
   // These look at shapes only.
   facts.touches = !ends_with(facts.name, "_like") && facts.name.find("::new_") == std::string::npos;
+  facts.goes_on = facts.name.compare(0, 6, "c10d::") == 0;
   for (const auto& argument : schema.arguments())
     facts.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
   return facts;
@@ -202,12 +204,12 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   int64_t list_bytes = 0;
   for (const Operand& operand : listed) list_bytes += operand.range->bytes;
   int64_t budget = counters.budget.load(std::memory_order_relaxed);
-  if (!budget || list_bytes <= budget / 4) single.insert(single.end(), listed.begin(), listed.end());
+  if (!budget || list_bytes <= budget / 4 || facts.goes_on) single.insert(single.end(), listed.begin(), listed.end());
   if (single.empty()) return;
   ++all.counted.touches;
   for (const Operand& operand : single) {
     all.pin(operand.range);
-    use.holds.push_back({operand.range, operand.range->serial});
+    if (!facts.goes_on) use.holds.push_back({operand.range, operand.range->serial});
   }
   for (const Operand& operand : single)
     if (operand.range->place == Place::kAway) all.prefetch(operand.range);  // all of them at once, where there is room

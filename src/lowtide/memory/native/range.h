@@ -39,6 +39,7 @@ struct Range {
   int64_t last_touch = 0;   // by the clock of touches
   int64_t storage = -1;     // its number in the plan that is followed
   Slot slot;
+  int64_t slot_forks = 0;  // how many forks there had been when its slot was written
   uint64_t checksum = 0;
   char* data = nullptr;           // the tensor's own address; below `start` for foreign memory
   Transfer* transfer = nullptr;   // under way

@@ -4,6 +4,9 @@
 #include "checksum.h"
 #include "schedule.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstring>
 
 namespace lowtide {
@@ -46,7 +49,7 @@ void Ranges::forget(Range* range) {
     range->transfer = nullptr;
     range->slot = Slot{};
   }
-  give_slot(range->slot, range->bytes);
+  give_slot(range->slot, range->bytes, range->slot_forks);
   by_age_.erase(range->by_age);
   by_start_.erase(range->start);
   by_data_.erase(range->data);
@@ -177,7 +180,7 @@ bool Ranges::call_back(Range* range) {
 }
 
 void Ranges::begin_read(Range* range, char* pages, bool urgent) {
-  auto* transfer = new Transfer{range, false, pages, range->bytes, range->slot};
+  auto* transfer = new Transfer{range, false, pages, range->bytes, range->slot, range->slot_forks};
   range->transfer = transfer;
   range->place = Place::kArriving;
   counted.arriving += range->bytes;
@@ -274,16 +277,46 @@ bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bo
 
 // ---- leaving ----
 
-void Ranges::give_slot(Slot& slot, int64_t bytes) {
-  if (slot.offset >= 0 && slot.tier < static_cast<int32_t>(tiers.size())) tiers[slot.tier].extents.give(slot.offset, bytes);
+void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
+  if (slot.offset >= 0 && slot.tier < static_cast<int32_t>(tiers.size())) {
+    if (is_shared(forks))
+      buried_.push_back({slot, bytes, forks});
+    else
+      tiers[slot.tier].extents.give(slot.offset, bytes);
+  }
   slot = Slot{slot.tier, -1};
+}
+
+// See Note [Children].
+bool Ranges::is_shared(int64_t forks) {
+  return std::any_of(children_.begin(), children_.end(), [&](const Child& child) { return child.number > forks; });
+}
+
+void Ranges::bury_children() {
+  if (children_.empty()) return;
+  std::erase_if(children_, [](const Child& child) {
+    char byte;
+    if (read(child.pipe, &byte, 1) != 0) return false;  // nothing to read, and nobody has closed it
+    close(child.pipe);
+    return true;
+  });
+  std::vector<Buried> kept;
+  for (Buried& buried : buried_) {
+    if (is_shared(buried.forks))
+      kept.push_back(buried);
+    else
+      tiers[buried.slot.tier].extents.give(buried.slot.offset, buried.bytes);
+  }
+  buried_ = std::move(kept);
 }
 
 bool Ranges::leave(Range* range, int32_t tier) {
   if (!may_leave(range) || stopping_ || tier >= static_cast<int32_t>(tiers.size())) return false;
   bool clean = !range->dirty && range->slot.offset >= 0;
   if (!clean) {
-    if (range->slot.offset >= 0 && range->slot.tier != tier) give_slot(range->slot, range->bytes);
+    bury_children();
+    if (range->slot.offset >= 0 && (range->slot.tier != tier || is_shared(range->slot_forks)))
+      give_slot(range->slot, range->bytes, range->slot_forks);
     if (range->slot.offset < 0) {
       range->slot = Slot{tier, tiers[tier].extents.take(range->bytes)};
       if (range->slot.offset < 0) {
@@ -310,7 +343,8 @@ bool Ranges::leave(Range* range, int32_t tier) {
     pages().keep_merged(away, range->bytes);
     return true;
   }
-  auto* transfer = new Transfer{range, true, away, range->bytes, range->slot};
+  range->slot_forks = forks_;
+  auto* transfer = new Transfer{range, true, away, range->bytes, range->slot, forks_};
   range->transfer = transfer;
   range->place = Place::kLeaving;
   range->dirty = false;
@@ -430,13 +464,13 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
       pages().keep_merged(transfer->data, bytes);
       (transfer->write ? counted.leaving : counted.arriving) -= bytes;
     }
-    give_slot(transfer->slot, bytes);
+    give_slot(transfer->slot, bytes, transfer->forks);
   } else if (transfer->recalled) {
     transfer->summing = false;
     transfer->pending = 0;
     Range* range = transfer->range;
     call_back(range);
-    give_slot(transfer->slot, bytes);
+    give_slot(transfer->slot, bytes, transfer->forks);
   } else if (transfer->write) {
     finish_write(transfer);
   } else {
@@ -456,7 +490,7 @@ void Ranges::finish_write(Transfer* transfer) {
   if (transfer->error) {
     // R4: a failed write keeps the value in memory, and says so.
     failed_write_ = {transfer->error, true, transfer->bytes, transfer->slot.tier};
-    give_slot(range->slot, range->bytes);
+    give_slot(range->slot, range->bytes, range->slot_forks);
     range->dirty = true;
     range->stuck = true;
     settle(range, transfer->data);
@@ -490,7 +524,7 @@ void Ranges::finish_read(Transfer* transfer) {
   } else {
     range->writable = true;
     range->dirty = true;
-    give_slot(range->slot, range->bytes);
+    give_slot(range->slot, range->bytes, range->slot_forks);
   }
   settle(range, transfer->data);
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kCameBack, range->serial, range->bytes);
@@ -498,15 +532,22 @@ void Ranges::finish_read(Transfer* transfer) {
 
 // ---- the whole ----
 
-void Ranges::start(std::vector<Tier> below, int threads) {
+int32_t Ranges::start(std::vector<Tier> below, int threads) {
   std::lock_guard<std::mutex> guard(pages().mutex);
-  tiers = std::move(below);
+  auto first = static_cast<int32_t>(tiers.size());
+  for (Tier& tier : below) tiers.push_back(std::move(tier));
   stopping_ = false;
-  counted = RangeCounters{};
+  counted.written = counted.read = counted.released = counted.faults = counted.write_faults = 0;
+  counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
   meter = Meter{};
   forget_trouble();
-  for (Range* range : by_age_) range->stuck = range->lost = false;
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+  unstick();
+  while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this] { work(); });
+  return first;
+}
+
+void Ranges::unstick() {
+  for (Range* range : by_age_) range->stuck = false;
 }
 
 int Ranges::stop_waiting(bool bring_back) {
@@ -534,6 +575,9 @@ int Ranges::stop_waiting(bool bring_back) {
     if (range->place == Place::kHere && !range->writable) make_writable(range);
   }
   tiers.clear();
+  buried_.clear();
+  for (const Child& child : children_) close(child.pipe);
+  children_.clear();
   return error;
 }
 
@@ -544,10 +588,16 @@ void Ranges::pause_for_fork() {
   forking_ = true;
   bool python = std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; });
   if (!python) idle_.wait(guard, [&] { return transferring_ == 0; });
+  if (running() && pipe2(fork_pipe_, O_CLOEXEC | O_NONBLOCK) != 0) fork_pipe_[0] = fork_pipe_[1] = -1;
 }
 
 void Ranges::resume_after_fork() {
   std::lock_guard<std::mutex> guard(pages().mutex);
+  if (fork_pipe_[0] >= 0) {
+    close(fork_pipe_[1]);
+    children_.push_back({fork_pipe_[0], ++forks_});
+    fork_pipe_[0] = -1;
+  }
   forking_ = false;
   queued_.notify_all();
 }
@@ -556,6 +606,8 @@ void Ranges::resume_after_fork() {
 // What was on its way is where it was: pages that leave are still ours, and what arrives is on its tier.
 void Ranges::abandon_in_child() {
   std::lock_guard<std::mutex> guard(pages().mutex);
+  if (fork_pipe_[0] >= 0) close(fork_pipe_[0]);  // the other end stays open as long as this process lives
+  fork_pipe_[0] = -1;
   forking_ = false;
   waiting_ = 0;
   for (auto& thread : threads_) thread.detach();

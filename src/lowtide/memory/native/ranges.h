@@ -13,6 +13,10 @@
 // Note [Clean]: a range that came back and will leave again is mapped read-only. The first write faults and marks it;
 // operators whose schema says that they write mark it before. While it is clean its slot holds the same bytes, and leaving
 // costs nothing.
+//
+// Note [Children]: a forked child serves its faults from the slots that existed at the fork, through the descriptors it
+// inherited. While it lives, those slots are neither written again nor given to others. It holds one end of a pipe; when
+// that is closed, the child is gone.
 #pragma once
 #include "meter.h"
 #include "pages.h"
@@ -36,6 +40,7 @@ struct Transfer {
   char* data;  // where the pages are
   int64_t bytes;
   Slot slot;
+  int64_t forks = 0;  // how many there had been when the slot was last written, or is
   bool cancelled = false;  // its range is gone, or has its pages back
   bool recalled = false;   // its range wants the pages back once nobody reads them
   bool summing = false;    // a checksum is being made of its pages
@@ -66,7 +71,7 @@ class Ranges {
   std::condition_variable changed;  // a transfer ended, or room came free
   RangeCounters counted;
   Meter meter;
-  std::vector<Tier> tiers;
+  std::deque<Tier> tiers;  // the movers hold references to them
   bool verify = false;
   int64_t least_bytes = kLarge;  // smaller ranges never leave
   bool announcing = true;        // operators bring their operands back before they run; else faults do
@@ -125,12 +130,15 @@ class Ranges {
 
   // ---- the whole ----
 
-  void start(std::vector<Tier> below, int threads);
+  // Let ranges leave to these tiers, besides those there are. Returns the number of the first.
+  int32_t start(std::vector<Tier> below, int threads);
   bool running() const {
     return !threads_.empty();
   }
   // Bring everything back and end the threads. Returns the first error: what could not be read is lost.
   int stop_waiting(bool bring_back);
+  // Forget which ranges cannot leave: a new tier may take them.
+  void unstick();
   void pause_for_fork();
   void resume_after_fork();
   void abandon_in_child();
@@ -175,7 +183,9 @@ class Ranges {
   void progress();
   void begin_read(Range* range, char* pages, bool urgent);
   void hurry(Transfer* transfer);
-  void give_slot(Slot& slot, int64_t bytes);
+  void give_slot(Slot& slot, int64_t bytes, int64_t forks);
+  bool is_shared(int64_t forks);
+  void bury_children();
   void keep_pages(char* pages, int64_t bytes, bool writable);
   Range* victim() const;
   void work();
@@ -190,6 +200,20 @@ class Ranges {
   std::vector<std::thread> threads_;
   std::condition_variable queued_, idle_;
   void note_trouble(const Trouble& trouble);
+
+  // See Note [Children].
+  struct Child {
+    int pipe;        // its end is closed when the child is gone
+    int64_t number;  // of the fork
+  };
+  struct Buried {
+    Slot slot;
+    int64_t bytes, forks;
+  };
+  std::vector<Child> children_;
+  std::vector<Buried> buried_;
+  int64_t forks_ = 0;
+  int fork_pipe_[2] = {-1, -1};
 
   Trouble trouble_, failed_write_;
   int transferring_ = 0;

@@ -60,7 +60,12 @@ void lt_tier_add(const int* fds, int fd_count, int64_t stripe, int64_t capacity,
   waiting_tiers.push_back(std::move(tier));
 }
 
-// Let ranges of at least `least` bytes leave to the tiers that were added. Returns 0, or -1 if they may already.
+// Whether ranges may leave now.
+int lt_ranges_running() {
+  return ranges().running() ? 1 : 0;
+}
+
+// Let ranges of at least `least` bytes leave to the tiers that were added. Returns the number of the first of these.
 int lt_ranges_start(int64_t least, int verify, int threads) {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -69,13 +74,11 @@ int lt_ranges_start(int64_t least, int verify, int threads) {
   });
   std::vector<Tier> tiers = std::move(waiting_tiers);
   waiting_tiers.clear();
-  if (ranges().running()) return -1;
   catch_faults();
   ranges().verify = verify != 0;
   ranges().least_bytes = std::max(least, kLarge);
   ranges().announcing = true;
-  ranges().start(std::move(tiers), threads);
-  return 0;
+  return ranges().start(std::move(tiers), threads);
 }
 
 // Bring back what is away, if so asked, and let nothing leave any more. Returns an errno for what is lost, or 0.
@@ -131,20 +134,29 @@ int lt_place(c10::TensorImpl* tensor) {
   return range ? static_cast<int>(range->place) : -1;
 }
 
-// Bring a tensor's bytes back, and keep them while it is lent: the kernel does not fault, it fails. Returns 0, or -1.
-int lt_lend(c10::TensorImpl* tensor, int pin) {
+// Bring the bytes behind a tensor or a storage back, and keep them until lt_take_back: the kernel does not fault, it fails.
+// Returns the range's serial, or 0: it is none, or its bytes cannot be read.
+int64_t lt_lend_storage(c10::StorageImpl* storage) {
   std::unique_lock<std::mutex> guard(pages().mutex);
-  Range* range = range_of(tensor);
+  Range* range = ranges().of_data(storage->data());
   if (!range) return 0;
-  if (pin) ranges().pin(range);
-  bool here = ranges().bring_waiting(range, guard, true);
-  if (here) ranges().touch(range, true);
-  return here ? 0 : -1;
+  int64_t serial = range->serial;
+  ranges().pin(range);
+  if (ranges().bring_waiting(range, guard, true)) {
+    ranges().touch(range, true);  // whoever has the address may write
+    return serial;
+  }
+  if (range->serial == serial) ranges().unpin(range);
+  return 0;
 }
 
-void lt_take_back(c10::TensorImpl* tensor) {
+int64_t lt_lend(c10::TensorImpl* tensor) {
+  return tensor->has_storage() ? lt_lend_storage(tensor->unsafe_storage().unsafeGetStorageImpl()) : 0;
+}
+
+void lt_take_back(int64_t serial) {
   std::lock_guard<std::mutex> guard(pages().mutex);
-  if (Range* range = range_of(tensor)) ranges().unpin(range);
+  if (Range* range = ranges().of_serial(serial)) ranges().unpin(range);
 }
 
 // Wait until no transfer is under way.

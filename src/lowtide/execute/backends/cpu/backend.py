@@ -14,10 +14,10 @@ import torch
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.estimate.traffic import Moved, Traffic
-from lowtide.memory.foreign import Foreign
 from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Log, Packed, Usage
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
+from lowtide.memory.foreign import Foreign
 from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written

@@ -1,0 +1,104 @@
+"""Memory that is reached by its address: the kernel does not fault there, it fails, so lent pages stay while they are lent.
+
+A program's own access to pages that are away faults and is served. A system call's is not: `write(2)` from a tensor that
+is away returns EFAULT. So whoever asks Python for an address gets the pages back first, and they are pinned: for an array,
+until it is gone; for DLPack, as long as the storage lives; for a bare address, until enough others have been asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.memory.native.bindings import Native
+
+_Way = tuple[type, str]
+
+
+class Lent:
+    """Replaces the ways in which Python hands out addresses, in the whole process, while it is on."""
+
+    def __init__(self, native: Native, *, most_bytes: int) -> None:
+        self._native = native
+        self._most_bytes = most_bytes
+        self._bare: deque[tuple[int, int]] = deque()  # serial and bytes of ranges whose address somebody asked for
+        self._bare_bytes = 0
+        self._originals: dict[_Way, tuple[Any, bool]] = {}
+
+    def on(self) -> None:
+        """Start to pin what is lent."""
+        self._replace(torch.Tensor, "numpy", self._array)
+        self._replace(torch.Tensor, "__dlpack__", self._for_good)
+        for owner in (torch.Tensor, torch.UntypedStorage):
+            self._replace(owner, "data_ptr", self._address)
+        self._replace(torch.UntypedStorage, "_write_file", self._call)
+
+    def off(self) -> None:
+        """Put everything back; what is lent is its borrower's from here on."""
+        for (owner, name), (original, own) in self._originals.items():
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+        self._originals.clear()
+        while self._bare:
+            self._take_oldest_back()
+
+    def _replace(self, owner: type, name: str, lend: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        self._originals[owner, name] = (original, name in vars(owner))
+
+        def lending(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            return lend(owned, lambda: original(owned, *args, **kwargs))
+
+        lending.__doc__ = original.__doc__
+        setattr(owner, name, lending)
+
+    def _pin(self, owned: torch.Tensor | torch.UntypedStorage) -> int:
+        """Have the pages back, and keep them; return the range's serial (0: it is none, or cannot be read)."""
+        if isinstance(owned, torch.UntypedStorage):
+            return self._native.lend_storage(owned._cdata) if owned.device.type == "cpu" else 0
+        if owned.device.type != "cpu" or owned.layout is not torch.strided:
+            return 0
+        return self._native.lend(owned._cdata)
+
+    def _array(self, owned: torch.Tensor, make: Callable[[], Any]) -> Any:
+        serial = self._pin(owned)
+        try:
+            array = make()
+        except BaseException:
+            self._native.take_back(serial)
+            raise
+        if serial:
+            weakref.finalize(array, self._native.take_back, serial).atexit = False
+        return array
+
+    def _for_good(self, owned: torch.Tensor, make: Callable[[], Any]) -> Any:
+        self._pin(owned)
+        return make()
+
+    def _address(self, owned: torch.Tensor | torch.UntypedStorage, make: Callable[[], Any]) -> Any:
+        serial = self._pin(owned)
+        if serial:
+            nbytes = owned.nbytes if isinstance(owned, torch.Tensor) else owned.nbytes()
+            self._bare.append((serial, nbytes))
+            self._bare_bytes += nbytes
+            while self._bare_bytes > self._most_bytes and len(self._bare) > 1:
+                self._take_oldest_back()
+        return make()
+
+    def _call(self, owned: torch.UntypedStorage, make: Callable[[], Any]) -> Any:
+        serial = self._pin(owned)
+        try:
+            return make()
+        finally:
+            self._native.take_back(serial)
+
+    def _take_oldest_back(self) -> None:
+        serial, nbytes = self._bare.popleft()
+        self._bare_bytes -= nbytes
+        self._native.take_back(serial)
