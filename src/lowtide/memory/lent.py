@@ -1,8 +1,9 @@
-"""Memory that is reached by its address: the kernel does not fault there, it fails, so lent pages stay while they are lent.
+"""Memory that is reached by its address: pages stay while they are lent.
 
-A program's own access to pages that are away faults and is served. A system call's is not: `write(2)` from a tensor that
-is away returns EFAULT. So whoever asks Python for an address gets the pages back first, and they are pinned: for an array,
-until it is gone; for DLPack, as long as the storage lives; for a bare address, until enough others have been asked for.
+A program's own access to pages that are away faults and is served. A system call's is not: `write(2)` from a tensor
+that is away returns EFAULT. So whoever asks Python for an address gets the pages back first, and they are pinned: for
+an array, until it is gone; for DLPack, as long as the storage lives; for a bare address, until enough others have been
+asked for.
 """
 
 from __future__ import annotations

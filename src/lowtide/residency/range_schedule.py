@@ -1,7 +1,7 @@
 """A plan as a step's operators execute it: what leaves and what comes back when each of them begins.
 
-This is what the native engine follows (`memory/native/schedule.h`): operators by name, in order; storages from before the
-step by their block's serial number, those the step makes by the operator after whose begin they are allocated.
+This is what the native engine follows (`memory/native/schedule.h`): operators by name, in order; storages from before
+the step by their block's serial number, those the step makes by the operator after whose begin they are allocated.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
     leaves = Counter(swap.gap.storage for swap in plan.swaps)
     tier_of = {swap.gap.storage: swap.tier for swap in plan.swaps}
     number: dict[int, int] = {}
-    storages = []
+    storages: list[ScheduledStorage] = []
     for index, block in enumerate(trace.storages):
         if block.nbytes < trace.least_bytes or not _recognised(trace, recorded, index):
             continue

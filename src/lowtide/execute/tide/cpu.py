@@ -1,4 +1,4 @@
-"""A training on the CPU: every tensor's pages may leave; a step is watched, planned, and the next ones follow natively."""
+"""A training on the CPU: every tensor's pages may leave; a step is watched and planned, the next ones follow."""
 
 from __future__ import annotations
 
@@ -191,10 +191,8 @@ class CpuTide(Tide):
     # ---- answers ----
 
     def __repr__(self) -> str:
-        if self._closed:
-            state = "closed"
-        else:
-            state = f"peak {format_bytes(self._peak_bytes()[0])}, spill to {self._spill_name}"
+        peak = format_bytes(self._peak_bytes()[0])
+        state = "closed" if self._closed else f"peak {peak}, spill to {self._spill_name}"
         steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
         return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
 
