@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import torch
 
+from lowtide.core.log import Log
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.estimate.traffic import Moved, Traffic
 from lowtide.execute.backends.cpu.foreign import Foreign
-from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Log, Packed, Usage
+from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Packed, Usage
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.native import load
