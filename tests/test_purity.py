@@ -1,10 +1,18 @@
-"""The planner's side of the house imports no torch: its tests run in milliseconds, and its commands start at once."""
+"""What may import what: stages import only those before them, and the planner's side of the house imports no torch.
+
+Without torch its tests run in milliseconds, and its commands start at once.
+"""
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 import lowtide.codecs
 import lowtide.core
@@ -51,3 +59,69 @@ def test_the_planner_and_the_residency_machine_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# What each package may import of Lowtide besides itself and `lowtide.errors`. Those that are not named may import all.
+MAY_IMPORT = {
+    "core": set(),
+    "autograd": set(),
+    "codecs": set(),
+    "plan": {"core"},
+    "tiers": {"codecs", "core"},
+    "memory": {"core"},
+    "estimate": {"core", "tiers"},
+    "capture": {"autograd", "core", "estimate"},
+    "residency": {"capture", "core", "plan"},
+    "simulate": {"core", "estimate", "plan", "residency"},
+    "report": {"core", "estimate", "plan", "registry", "simulate"},
+    "zoo": {"capture"},
+    "execute": {
+        "autograd",
+        "capture",
+        "core",
+        "estimate",
+        "memory",
+        "plan",
+        "registry",
+        "residency",
+        "tiers",
+        "zoo",
+    },
+}
+SOURCE = Path(lowtide.__file__).parent
+
+
+def imported_by(source: str) -> Iterator[str]:
+    """Yield the packages of Lowtide that a module imports, at its top or inside functions."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "lowtide":
+                yield rest.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_a_package_imports_only_what_comes_before_it(package: str) -> None:
+    modules = sorted((SOURCE / package).rglob("*.py"))
+    assert modules
+    found = {(str(path.relative_to(SOURCE)), name) for path in modules for name in imported_by(path.read_text())}
+    allowed = MAY_IMPORT[package] | {package, "errors"}
+    assert {(path, name) for path, name in found if name not in allowed} == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import lowtide.execute.step",
+        "from lowtide import execute",
+        "from lowtide.execute import step",
+        "def f():\n    from lowtide.execute.tide.fit import fit",
+    ],
+)
+def test_every_way_to_import_is_seen(source: str) -> None:
+    assert list(imported_by(source)) == ["execute"]

@@ -15,12 +15,14 @@ with lowtide.fit(model, optimizer, budget="2GiB", spill="/fast/disk") as tide:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError, SpillFull
 
 if TYPE_CHECKING:
     from lowtide.execute.tide.fit import fit
+    from lowtide.execute.tide.recording import capture_model, capture_script, capture_step
     from lowtide.execute.tide.tide import Tide
 
 __version__ = "0.1.0"
@@ -33,14 +35,23 @@ __all__ = [
     "SpillError",
     "SpillFull",
     "Tide",
+    "capture_model",
+    "capture_script",
+    "capture_step",
     "fit",
 ]
 
+# Where each of those is that need torch, which takes a second to import: the command line and the planner do without.
+_WITH_TORCH = {
+    "Tide": "lowtide.execute.tide.tide",
+    "capture_model": "lowtide.execute.tide.recording",
+    "capture_script": "lowtide.execute.tide.recording",
+    "capture_step": "lowtide.execute.tide.recording",
+    "fit": "lowtide.execute.tide.fit",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # torch takes a second to import: the command line and the planner do without it.
-    if name in ("Tide", "fit"):
-        from lowtide.execute.tide import fit
-
-        return getattr(fit, name)
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.capture import capture_step
+from lowtide import capture_step
 from lowtide.core.trace import Kind, Phase, Trace
 from lowtide.residency.schedule import StepPlan
 from tests.accelerator.devices import IS_EMULATED, shake

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.capture import capture_step
+from lowtide import capture_step
 from lowtide.core.trace import Phase
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.execute.backends.accelerator.guard import Guard

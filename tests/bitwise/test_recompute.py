@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lowtide
-from lowtide import zoo
-from lowtide.capture import Training, capture_step
+from lowtide import capture_step, zoo
+from lowtide.capture import Training
 from tests.bitwise.drop_all import DropAll
 from tests.bitwise.harness import WORKLOADS, need, pressed, stock
 from tests.bitwise.record import assert_identical

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide import zoo
-from lowtide.capture import Training, capture_model
+from lowtide import capture_model, zoo
+from lowtide.capture import Training
 from lowtide.capture.fake import capture_fake
 from lowtide.capture.flops import CountFlops, with_flops
 from lowtide.core.trace import Kind, Phase, Save, Trace
@@ -177,7 +177,7 @@ def test_saved_bytes_grow_with_the_batch() -> None:
 GPT3 = """
 import json, resource, time
 begun = time.perf_counter()
-from lowtide.capture import capture_model
+from lowtide import capture_model
 trace = capture_model("gpt3-175b", batch=1, fake=True)
 print(json.dumps({
     "seconds": time.perf_counter() - begun,

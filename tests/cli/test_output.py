@@ -59,8 +59,9 @@ def raised_through(frames: list[str]) -> list[str]:
 
 CLI = str(output._PACKAGE / "cli" / "run.py")
 RUNPY = "<frozen runpy>"
-RUNTIME = str(output._PACKAGE / "execute" / "runtime.py")
+RUNTIME = str(output._PACKAGE / "execute" / "step" / "runtime.py")
 HOOKS = str(output._PACKAGE / "execute" / "step" / "saved.py")
+KEPT = str(output._PACKAGE / "autograd" / "kept.py")
 DEMO = str(output._PACKAGE / "cli" / "demo_train.py")
 
 
@@ -72,6 +73,7 @@ DEMO = str(output._PACKAGE / "cli" / "demo_train.py")
         ([CLI, RUNPY, "train.py", "torch.py", RUNTIME, "model.py"], ["train.py", "torch.py", "model.py"]),
         # Autograd leaves this check to the hooks: the error is the script's.
         ([CLI, RUNPY, "train.py", "torch.py", RUNTIME, HOOKS], ["train.py", "torch.py"]),
+        ([CLI, RUNPY, "train.py", "torch.py", RUNTIME, KEPT], ["train.py", "torch.py"]),
         # A bug of Lowtide: its frames are what a report needs.
         ([CLI, RUNPY, "train.py", "torch.py", RUNTIME, RUNTIME], ["train.py", "torch.py", RUNTIME, RUNTIME]),
         ([CLI, RUNTIME], [CLI, RUNTIME]),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import LanguageModel, resnet50, vgg16
-from lowtide.capture import capture_step
+from lowtide import capture_step
 from lowtide.core.serialize import save
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.capture import capture_step
+from lowtide import capture_step
 from lowtide.core.machine import Machine
 from lowtide.core.trace import Trace
 from lowtide.errors import BudgetTooSmall

@@ -37,8 +37,7 @@ def step_s(trace: Trace, *swaps: Swap, bytes_per_s: float = 1e9) -> float:
 )
 def test_a_step_is_replayed_in_the_time_that_it_took(model: str, sizes: dict[str, int]) -> None:
     """The recorded step itself: recording makes small operators slower, and the trace says how long they took then."""
-    from lowtide import zoo
-    from lowtide.capture import capture_step
+    from lowtide import capture_step, zoo
 
     training = zoo.build(model, **sizes).training()
     taken_s = 0.0

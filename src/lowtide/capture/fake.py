@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.capture.builder import build_trace
 from lowtide.capture.ledger import Ledger
-from lowtide.capture.recorder import is_operator
+from lowtide.capture.schema import is_operator
 from lowtide.capture.training import Training
 from lowtide.capture.watch import Watch
 from lowtide.core.machine import Machine

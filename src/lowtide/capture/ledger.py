@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.autograd.gradients import Gradients
+from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.core.log import Event, LogEntry
-from lowtide.execute.step.gradients import Gradients
-from lowtide.execute.step.saved import KeptTensor, is_parameter
 
 
 class Record:

@@ -1,44 +1,48 @@
-"""Watches a step through the backend's log and turns it into a trace."""
+"""Watches a step through its log and turns it into a trace."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.capture.builder import Recorded, build_trace
+from lowtide.capture.schema import is_operator
+from lowtide.core.log import Log
 from lowtide.core.trace import Kind, Reach
-from lowtide.execute.backends.protocol import Backend
 
 
-@cache
-def is_operator(name: str) -> bool:
-    """Tell whether a dispatched call is an operator of a trace: it computes something, and is not made of others.
+class Observation(Protocol):
+    """What writes the log of a step."""
 
-    Views compute nothing. An empty tensor is room for what another call computes.
-    """
-    if name == "aten::empty" or "::" not in name or name.startswith("autograd::"):
-        return False
-    schemas = torch._C._jit_get_schemas_for_operator(name)
-    plain = [schema for schema in schemas if "out" not in schema.overload_name]
-    return not plain or not all(_is_view(schema) or _is_composite(schema) for schema in plain)
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is that the log is about."""
+        ...
 
+    def observe(self, *, names: bool, log: bool) -> None:
+        """Watch which operator runs, and log the step in full."""
+        ...
 
-def _is_composite(schema: torch._C.FunctionSchema) -> bool:
-    qualified = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeImplicitAutograd"))
-    except RuntimeError:
-        return True  # known to TorchScript only: never dispatched
+    def take_log(self) -> Log | None:
+        """Stop the log and return it (None: the step was too long to log)."""
+        ...
 
+    def drop_log(self) -> None:
+        """Stop the log and forget it."""
+        ...
 
-def _is_view(schema: torch._C.FunctionSchema) -> bool:
-    aliases = [result.alias_info for result in schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    def mark_module(self, name: str) -> None:
+        """Log that this module's operators follow."""
+        ...
+
+    def serial_of(self, tensor: torch.Tensor) -> int:
+        """Return the number under which the log knows a tensor's storage."""
+        ...
 
 
 class Recorder:
@@ -46,16 +50,16 @@ class Recorder:
 
     def __init__(
         self,
-        backend: Backend,
+        observation: Observation,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         reach: Reach = Reach.SAVED,
         least_bytes: int = 0,
     ) -> None:
+        self._observation = observation
         self._reach = reach
         self._least_bytes = least_bytes
-        self._backend = backend
         self._models = models
         self._optimizers = list(optimizers)
         self._static_bytes = 0
@@ -68,10 +72,10 @@ class Recorder:
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
 
-    def start(self) -> None:
-        """Log from here on."""
-        self._static_bytes = self._backend.held_bytes()
-        self._backend.observe(names=True, log=True)
+    def start(self, *, static_bytes: int) -> None:
+        """Log from here on; `static_bytes` are live already, wherever they are."""
+        self._static_bytes = static_bytes
+        self._observation.observe(names=True, log=True)
         self._name_modules()
         self.recording = True
 
@@ -81,7 +85,7 @@ class Recorder:
         `gradients`: the serials of gradients that may be gone by now.
         """
         end_ns = time.perf_counter_ns()
-        log = self._backend.take_log()
+        log = self._observation.take_log()
         self._unhook()
         if log is None:
             return None
@@ -97,13 +101,13 @@ class Recorder:
             reach=self._reach,
             least_bytes=self._least_bytes,
         )
-        trace = replace(recorded.trace, device=self._backend.device.type)
+        trace = replace(recorded.trace, device=self._observation.device.type)
         return replace(recorded, trace=trace, needs=log.needs)
 
     def cancel(self) -> None:
         """Stop, and forget what was recorded."""
         if self.recording:
-            self._backend.drop_log()
+            self._observation.drop_log()
         self._unhook()
 
     def _unhook(self) -> None:
@@ -123,12 +127,12 @@ class Recorder:
     def _hook(self, module: torch.nn.Module, name: str) -> None:
         def enter(_module: torch.nn.Module, _args: object) -> None:
             self._path.append(name)
-            self._backend.mark_module(name)
+            self._observation.mark_module(name)
 
         def leave(_module: torch.nn.Module, _args: object, _output: object) -> None:
             if self._path:
                 self._path.pop()
-            self._backend.mark_module(self._path[-1] if self._path else "")
+            self._observation.mark_module(self._path[-1] if self._path else "")
 
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(leave))
@@ -140,8 +144,8 @@ class Recorder:
             for tensor in tensors:
                 if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                     continue
-                if tensor.device == self._backend.device and tensor.layout is torch.strided:
-                    kinds.setdefault(self._backend.serial_of(tensor), kind)
+                if tensor.device == self._observation.device and tensor.layout is torch.strided:
+                    kinds.setdefault(self._observation.serial_of(tensor), kind)
 
         for model in self._models:
             note(model.parameters(), Kind.PARAM)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.capture.builder import Scope
 from lowtide.capture.flops import flops_of
 from lowtide.capture.ledger import Ledger
-from lowtide.capture.recorder import is_operator
+from lowtide.capture.schema import given, is_operator, tensors_in, written_arguments
 from lowtide.core.log import Event
 from lowtide.estimate.predict import moved_bytes
 
@@ -64,7 +64,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         read = [tensor.nbytes for tensor in operands]
         del operands
         out = func(*args, **kwargs)
-        changed, results = _changed(func, args, kwargs), list(tensors_in(out))
+        changed, results = given(written_arguments(func._schema), args, kwargs), list(tensors_in(out))
         for tensor in changed:
             ledger.write(tensor, tensor._version + 1)  # autograd counts the change only after this mode has returned
         for tensor in results:
@@ -135,30 +135,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
             self._ledger.log(Event.MODULE, self._ledger.name(self._path[-1] if self._path else ""))
 
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the arguments that the operator's schema says it writes to."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return []
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _holders(args: tuple[Any, ...]) -> tuple[int, int] | None:

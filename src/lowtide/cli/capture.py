@@ -75,7 +75,7 @@ def command(
         trace = build_trace(wanted, fake=fake, machine=machine, steps=steps)
     else:
         assert script is not None
-        from lowtide.capture import capture_script
+        from lowtide import capture_script
 
         try:
             trace = capture_script(script, list(args), steps=steps)

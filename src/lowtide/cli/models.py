@@ -73,7 +73,7 @@ def _size(text: str) -> tuple[str, int | float | bool]:
 def build_trace(wanted: Wanted, *, fake: bool, machine: str | None, steps: int = 2) -> Trace:
     """Return the trace of a model, executed or not."""
     target = None if machine is None else find_machine(machine)
-    from lowtide.capture import capture_model
+    from lowtide import capture_model
 
     try:
         return capture_model(

@@ -21,7 +21,7 @@ from lowtide.core.files import write_whole
 _PACKAGE = Path(__file__).resolve().parent.parent
 _RUNPY = "<frozen runpy>"
 # Saved-tensor hooks raise what autograd leaves to them, in autograd's words: nothing there is news to the user.
-_SPEAKS_FOR_AUTOGRAD = str(Path("execute", "step", "saved.py"))
+_SPEAK_FOR_AUTOGRAD = (str(Path("autograd", "kept.py")), str(Path("execute", "step", "saved.py")))
 # What PyTorch calls a mode through, and what the mode calls to go on.
 _BEFORE_A_MODE = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _AFTER_A_MODE = ("torch/_ops.py",)
@@ -138,7 +138,7 @@ def _of_the_script(frames: list[traceback.FrameSummary]) -> list[traceback.Frame
     own = script[0].filename
     shown = [frame.filename == own or not _is_ours(frame) for frame in script]
     end = len(script)
-    if not script[-1].filename.endswith(_SPEAKS_FOR_AUTOGRAD):
+    if not script[-1].filename.endswith(_SPEAK_FOR_AUTOGRAD):
         while end > 0 and not shown[end - 1]:
             end -= 1
     return [frame for index, frame in enumerate(script) if shown[index] or index >= end]

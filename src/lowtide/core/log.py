@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -46,3 +47,18 @@ class LogEntry(NamedTuple):
     a: int
     b: int
     c: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What was logged of a step.
+
+    `end_ns` is when it ended by the log's own clock (None: by the host's). `needs[i]` is how far live bytes rose,
+    beyond what was moved, between the i-th save or use and the next (`needs[0]`: before the first); empty if not
+    measured.
+    """
+
+    entries: list[LogEntry]
+    names: list[str]
+    end_ns: int | None = None
+    needs: tuple[int, ...] = ()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from lowtide.core.log import Log
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError
-from lowtide.execute.backends.protocol import Log
 from lowtide.memory.budget import auto_bytes, memory_limits
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent

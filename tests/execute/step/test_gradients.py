@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import lowtide
+from lowtide.autograd import gradients as gradients_module
 from lowtide.core.trace import Kind
 from lowtide.execute.backends.cpu.backend import CpuBackend
-from lowtide.execute.step import gradients as gradients_module
 from lowtide.residency.machine import Residence
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium
 from tests.execute.training import NO_PRESSURE_BYTES, OnDemand, Training, digest, need, records

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.autograd import gradients as gradients_module
 from lowtide.capture.fake import capture_fake
 from lowtide.capture.training import Training as Captured
-from lowtide.execute.step import gradients as gradients_module
 from lowtide.tiers import FileMedium, Latency
 from tests.execute.step.test_gradients import (
     _STOCK_GRAD,

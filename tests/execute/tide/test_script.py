@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.capture import capture_script
+from lowtide import capture_script
 from lowtide.core.trace import Kind
 from lowtide.errors import BadArgument
 from lowtide.execute.tide.script import run_script

@@ -129,7 +129,7 @@ def test_the_step_at_an_operator() -> None:
 
 def test_a_recorded_network_has_the_layers_of_its_modules() -> None:
     torch = pytest.importorskip("torch")
-    from lowtide.capture import capture_step
+    from lowtide import capture_step
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

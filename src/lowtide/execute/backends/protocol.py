@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lowtide.core.log import LogEntry
+from lowtide.core.log import Log
 from lowtide.estimate.traffic import Traffic
 from lowtide.residency.events import Event
 
@@ -43,21 +43,6 @@ class Usage:
     read_bytes: int
     fresh_bytes: int = 0
     traffic: Traffic | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Log:
-    """What was logged of a step.
-
-    `end_ns` is when it ended by the log's own clock (None: by the host's). `needs[i]` is how far live bytes rose,
-    beyond what was moved, between the i-th save or use and the next (`needs[0]`: before the first); empty if not
-    measured.
-    """
-
-    entries: list[LogEntry]
-    names: list[str]
-    end_ns: int | None = None
-    needs: tuple[int, ...] = ()
 
 
 class GradientMemory(Protocol):
@@ -162,10 +147,6 @@ class Backend(Protocol):
 
     def prepare(self) -> None:
         """Make room for what is expected, and let the device catch up if it is far behind. May wait."""
-        ...
-
-    def held_bytes(self) -> int:
-        """Return the bytes of the tensors that there are, wherever they lie."""
         ...
 
     def usage(self) -> Usage:

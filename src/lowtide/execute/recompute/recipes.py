@@ -15,8 +15,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils._pytree import TreeSpec
 
+from lowtide.capture.schema import arguments_of, draws_random, tensors_in, unsaid_statistics, written_arguments
 from lowtide.execute.recompute.numerics import Numerics
 from lowtide.execute.step.saved import SavedTensor
 
@@ -206,19 +207,15 @@ class Writes:
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among the arguments that a call writes and says so."""
         if self.anything:
-            return _tensors((args, kwargs))
+            return list(tensors_in((args, kwargs)))
         values = [args[position] for position in self.positions if position < len(args)]
-        return _tensors([values, [kwargs[name] for name in self.names if name in kwargs]])
+        return list(tensors_in([values, [kwargs[name] for name in self.names if name in kwargs]]))
 
     def moved_along(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """Return the running statistics that a call writes besides."""
         if not self.statistics or not args[self.training]:
             return []
-        return _tensors([args[position] for position in self.statistics])
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        return list(tensors_in([args[position] for position in self.statistics]))
 
 
 @cache
@@ -226,33 +223,30 @@ def writes_of(operator: object) -> Writes | None:
     """Return which arguments an operator writes (None: none)."""
     if not isinstance(operator, Operator) or operator.namespace not in ("aten", "prims", "prim"):
         return Writes(anything=True)  # collectives, for one, write what they do not say they write
-    arguments = operator._schema.arguments
-    written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    unsaid = [(i, a) for i, a in enumerate(arguments) if a.alias_info is None and a.name.startswith("running_")]
-    if unsaid and not operator._schema.name.endswith("_backward"):  # which only reads them
+    written, unsaid = written_arguments(operator._schema), unsaid_statistics(operator._schema)
+    if unsaid:
         training = _position(operator, "training")
         if training is not None and not written:
-            return Writes(statistics=tuple(i for i, _ in unsaid), training=training)
+            return Writes(statistics=tuple(place.position for place in unsaid), training=training)
         written += unsaid  # as in the parts of a normalisation over several devices
     if not written:
         return None
     return Writes(
-        positions=tuple(i for i, argument in written if not argument.kwarg_only),
-        names=tuple(argument.name for _, argument in written),
+        positions=tuple(place.position for place in written if not place.kwarg_only),
+        names=tuple(place.name for place in written),
     )
 
 
 @cache
 def _position(operator: Operator, name: str) -> int | None:
-    names = [argument.name for argument in operator._schema.arguments]
-    return names.index(name) if name in names else None
+    return next((place.position for place in arguments_of(operator._schema) if place.name == name), None)
 
 
 def repeats(operator: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call gives the same bytes when it runs again: it draws no random numbers and is PyTorch's own."""
     if not isinstance(operator, Operator) or operator.namespace != "aten":
         return False  # it may keep a state that no schema tells of
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
+    if not draws_random(operator):
         return True
     # Attention kernels draw only if they drop something out.
     at = _position(operator, "dropout_p")

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from lowtide.autograd.kept import is_parameter
 from lowtide.execute.recompute.lending import Lending, as_tensor
 from lowtide.execute.recompute.modes import OwnMode, can_watch, is_aside, program_has_modes
 from lowtide.execute.recompute.neighbourhoods import Neighbourhoods
@@ -46,7 +47,7 @@ from lowtide.execute.recompute.recipes import (
 )
 from lowtide.execute.recompute.remakes import Remakes
 from lowtide.execute.recompute.rerun import Records, rerun
-from lowtide.execute.step.saved import is_parameter, unmanaged_reason
+from lowtide.execute.step.saved import unmanaged_reason
 
 # Makes nothing, and is not numbered: how often autograd calls it for what a hook gives back is a matter of time.
 DETACH = torch.ops.aten.detach.default

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowtide.autograd.gradients import Gradients
+from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.execute.backends.protocol import Backend, Packed
 from lowtide.execute.recompute.modes import can_watch
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.execute.step.driver import Driver
-from lowtide.execute.step.gradients import Gradients
 from lowtide.execute.step.matcher import Matcher
-from lowtide.execute.step.saved import KeptTensor, SavedTensor, is_parameter, unmanaged_reason
+from lowtide.execute.step.saved import SavedTensor, unmanaged_reason
 from lowtide.execute.tide.feedback import Wait
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e

@@ -113,7 +113,7 @@ class CpuTide(Tide):
         self._static_bytes = usage.held_bytes
         if self._learning.records:
             memory.announce(True)
-            self._recorder.start()
+            self._recorder.start(static_bytes=usage.held_bytes)
         else:
             memory.announce(self._under_pressure or usage.counted.away > 0)
         memory.native.step_begin(self._next_plan)

@@ -119,7 +119,7 @@ class DeviceTide(Tide):
         recording = self._alert > 0
         self._runtime.begin_step(recording=recording)
         if recording:
-            self._recorder.start()
+            self._recorder.start(static_bytes=self._backend.usage().live_bytes)
         else:
             self._backend.observe(names=self._under_pressure, log=False)
         self._started = time.perf_counter()

@@ -17,13 +17,13 @@ from functools import partial
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowtide.autograd.kept import KeptTensor
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.execute.step.runtime import Handle
-from lowtide.execute.step.saved import KeptTensor
 from lowtide.execute.tide.device import DeviceTide
 from lowtide.execute.tide.tide import Tide
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 from lowtide.core.log import Event as Logged
+from lowtide.core.log import Log
 from lowtide.errors import BudgetTooSmall, SpillError
 from lowtide.execute.backends.accelerator.guard import Guard
 from lowtide.execute.backends.accelerator.host import HostTier, Place
@@ -32,7 +33,7 @@ from lowtide.execute.backends.accelerator.pool import PinnedPool
 from lowtide.execute.backends.accelerator.records import Record
 from lowtide.execute.backends.accelerator.remakes import Remaking
 from lowtide.execute.backends.accelerator.traffic import check_free
-from lowtide.execute.backends.protocol import Log, Usage
+from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes
 from lowtide.residency.machine import Residence
@@ -97,9 +98,6 @@ class AcceleratorBackend(Remaking):
 
     def refresh_static(self) -> None:
         self._warn()
-
-    def held_bytes(self) -> int:
-        return self.usage().live_bytes
 
     def usage(self) -> Usage:
         peak_bytes, peak_reserved_bytes = self._memory.peaks()

@@ -18,13 +18,22 @@ The mode costs some microseconds of the host's time for every operator, so it is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lowtide.capture.recorder import is_operator
+from lowtide.capture.schema import (
+    Argument,
+    draws_random,
+    given,
+    is_operator,
+    is_view,
+    tensors_in,
+    unsaid_statistics,
+    written_arguments,
+)
 from lowtide.execute.backends.accelerator.log import Operand, OperatorLog
 from lowtide.execute.backends.accelerator.memory import DeviceMemory, Span
 from lowtide.execute.backends.oom_messages import asked_bytes, concerns
@@ -52,7 +61,7 @@ class Room(Protocol):
 
 
 class _Traits(NamedTuple):
-    """What an operator's schema says. `written`: positions and names of the arguments that it changes.
+    """What an operator's schema says. `written`: the arguments that it changes.
 
     `statistics`: those that it changes without saying so, as BatchNorm does with its running mean.
     """
@@ -61,8 +70,8 @@ class _Traits(NamedTuple):
     is_view: bool
     computes: bool
     is_retried: bool
-    written: tuple[tuple[int, str], ...]
-    statistics: tuple[tuple[int, str], ...]
+    written: tuple[Argument, ...]
+    statistics: tuple[Argument, ...]
     draws: bool
 
     @property
@@ -74,20 +83,15 @@ class _Traits(NamedTuple):
 @cache
 def _traits(func: Any) -> _Traits:
     schema = func._schema
-    returns = [result.alias_info for result in schema.returns]
-    places = [(position, argument.name) for position, argument in enumerate(schema.arguments)]
-    aliases = [argument.alias_info for argument in schema.arguments]
-    written = tuple(p for p, alias in zip(places, aliases, strict=True) if alias is not None and alias.is_write)
+    written = written_arguments(schema)
     return _Traits(
         name=schema.name,
-        is_view=bool(returns) and all(alias is not None and not alias.is_write for alias in returns),
+        is_view=is_view(schema),
         computes=is_operator(schema.name),
         is_retried=schema.name.startswith("aten::") and (not written or schema.name in _SAME_WHEN_REPEATED),
         written=written,
-        statistics=()
-        if schema.name.endswith("_backward")  # it only reads them
-        else tuple(place for place in places if place[1].startswith("running_")),
-        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        statistics=unsaid_statistics(schema),
+        draws=draws_random(func),
     )
 
 
@@ -139,7 +143,7 @@ class Guard(OwnMode):
     def again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator with room made for it, whether or not the mode is on. Nothing of it is logged."""
         traits = _traits(func)
-        tensors = [thing for thing in _things((args, kwargs)) if isinstance(thing, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         self._make_room(traits, func, args, kwargs, tensors)
         return self._run(traits, lambda: func(*args, **kwargs), args, kwargs, tensors)
 
@@ -177,7 +181,7 @@ class Guard(OwnMode):
                 if not concerns(error, self._memory.device):
                     raise
                 # once more, with all that it takes
-        tensors = [thing for thing in _things((args, kwargs)) if isinstance(thing, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         if not self._is_ours(tensors, kwargs):
             return func(*args, **kwargs)
         if self.log is not None:
@@ -201,7 +205,7 @@ class Guard(OwnMode):
         device = kwargs.get("device")
         if device is not None:
             return self._is_ours([], kwargs)
-        changed = _given(traits.written, args, kwargs)
+        changed = given(traits.written, args, kwargs)
         return not changed or any(tensor.device == self._memory.device for tensor in changed)
 
     def _is_tracked(self, tensor: torch.Tensor) -> bool:
@@ -247,9 +251,9 @@ class Guard(OwnMode):
                 end.record(stream)
         if not traits.is_view:
             self._learn(_key(func, args, kwargs), span, timed)
-        results = [thing for thing in _things(result) if isinstance(thing, torch.Tensor)]
+        results = list(tensors_in(result))
         writes = [_operand(tensor) for tensor in results if self._is_tracked(tensor)]
-        changed = _given(traits.written, args, kwargs)
+        changed = given(traits.written, args, kwargs)
         writes += [_operand(tensor, changed=True) for tensor in changed if self._is_tracked(tensor)]
         if any(tensor.device != self._memory.device for tensor in tensors):
             number = None  # it cannot run again: what it reads elsewhere is nobody's to keep here
@@ -306,7 +310,7 @@ class Guard(OwnMode):
         plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
         if not plain or not traits.is_retried or (traits.draws and kwargs.get("generator") is not None):
             return None
-        statistics = _given(traits.statistics, args, kwargs)
+        statistics = given(traits.statistics, args, kwargs)
         copies = [(tensor, _copy_of(tensor)) for tensor in statistics if tensor.device == self._memory.device]
         state = self._module.get_rng_state(self._memory.device) if traits.draws else None
 
@@ -327,13 +331,6 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")
 
 
-def _given(places: tuple[tuple[int, str], ...], args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors given for some arguments of a schema."""
-    given = [args[position] for position, _ in places if position < len(args)]
-    given += [kwargs[name] for _, name in places if name in kwargs]
-    return [thing for thing in _things(given) if isinstance(thing, torch.Tensor)]
-
-
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
 
@@ -342,16 +339,6 @@ def _operand(tensor: torch.Tensor, *, changed: bool = False) -> Operand:
     """Return a tensor as the log needs it; `changed`: autograd counts that only when the call has returned."""
     version = 0 if tensor.is_inference() else tensor._version
     return Operand(tensor.untyped_storage(), version + changed)
-
-
-def _things(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        yield value
-        return
-    for item in value:
-        yield from _things(item)
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Hashable:

@@ -25,8 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowtide.capture.builder import Scope
 from lowtide.core.log import Event as Logged
-from lowtide.core.log import LogEntry
-from lowtide.execute.backends.protocol import Log
+from lowtide.core.log import Log, LogEntry
 
 _WeakRef: Any = StorageWeakRef  # untyped in torch
 _BACKWARD, _UPDATE = "backward", "Optimizer.step"

@@ -20,11 +20,12 @@ from collections.abc import Callable
 import torch
 
 from lowtide.core.log import Event as Logged
+from lowtide.core.log import Log
 from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillError, SpillFull
 from lowtide.execute.backends.advisory.memory import AccountedMemory
 from lowtide.execute.backends.advisory.records import End, Move, Pack, Record, Storage, can_tell_holders, unreadable
 from lowtide.execute.backends.advisory.segments import SegmentLog
-from lowtide.execute.backends.protocol import AskedByAllocator, Log, Packed, Usage
+from lowtide.execute.backends.protocol import AskedByAllocator, Packed, Usage
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.residency.machine import Residence
 from lowtide.tiers.medium import Medium
@@ -115,9 +116,6 @@ class AdvisoryBackend(AskedByAllocator):
             if lacking_bytes > 0 and not (moving_bytes > 0 and self._wait_for_any()):
                 self.over_budget_bytes = max(self.over_budget_bytes, lacking_bytes)
                 return
-
-    def held_bytes(self) -> int:
-        return self.usage().live_bytes
 
     def usage(self) -> Usage:
         with self._lock:

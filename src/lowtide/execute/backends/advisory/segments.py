@@ -7,8 +7,7 @@ import time
 
 from lowtide.capture.builder import Scope
 from lowtide.core.log import Event as Logged
-from lowtide.core.log import LogEntry
-from lowtide.execute.backends.protocol import Log
+from lowtide.core.log import Log, LogEntry
 
 
 class SegmentLog:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import torch
 
+from lowtide.core.log import Log
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
 from lowtide.estimate.traffic import Moved, Traffic
-from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Log, Packed, Usage
+from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Packed, Usage
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.foreign import Foreign
@@ -91,9 +92,6 @@ class CpuBackend(AskedByAllocator):
 
     def forget_freed(self) -> None:
         self._native.set_foreign(self._foreign.live_bytes())
-
-    def held_bytes(self) -> int:
-        return self.usage().live_bytes
 
     def usage(self) -> Usage:
         memory, traffic = self._native.counters(), self._native.mover_counters()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.capture import capture_step
+from lowtide import capture_step
 from lowtide.core.trace import Kind, Phase, Trace
 from lowtide.errors import BadArgument
 from lowtide.memory.native import load

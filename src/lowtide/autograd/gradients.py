@@ -29,7 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.execute.step.backwards import lock, runs_alone, tell, tell_no_more
+from lowtide.autograd.backwards import lock, runs_alone, tell, tell_no_more
 
 _GRAD: Any = torch.nn.Parameter.grad  # as PyTorch has it, below the property
 
