@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from lowtide.capture.schema import is_operator
 from lowtide.capture.training import Training
 from lowtide.capture.watch import Watch
 from lowtide.core.machine import Machine
-from lowtide.core.trace import Kind, Trace
+from lowtide.core.trace import Kind, Reach, Trace
 from lowtide.errors import BadArgument
 from lowtide.estimate.predict import Shares, operator_s, with_durations
 from lowtide.estimate.presets import machine as preset_machine
@@ -38,12 +39,14 @@ def capture_fake(
     shares: Shares | None = None,
     steps: int = 2,
     least_bytes: int = LEAST_BYTES,
+    reach: Reach = Reach.SAVED,
 ) -> Trace:
     """Return the trace of a training step without executing it.
 
     `make` builds the model, its batch and its optimizer, and returns them as a `Training`; it is called on fake
     tensors, so neither it nor the step may look at values. Operator times are those predicted for `machine` (default:
-    the preset "cpu"). The last of `steps` steps is kept; saves of fewer than `least_bytes` are not recorded.
+    the preset "cpu"). The last of `steps` steps is kept. `reach`: what its executor could move, either what autograd
+    saves (saves of fewer than `least_bytes` are not recorded) or every storage of `least_bytes` or more.
     """
     machine = machine or preset_machine("cpu")
     if steps < 1:
@@ -55,16 +58,15 @@ def capture_fake(
             watch = Watch(ledger)
             for _, tensor in _tensors_of(training):
                 ledger.serial_of(tensor)
-            ledger.gradients.know(tensor for kind, tensor in _tensors_of(training) if kind is Kind.PARAM)
-            with watch, saved_tensors_hooks(ledger.pack, ledger.unpack), watch.scopes(training.model):
+            with watch, _following(ledger, training, reach), watch.scopes(training.model):
                 for _ in range(steps - 1):
                     training.step()
                 gc.collect()  # a cycle that an earlier step left behind is no part of this one
-                ledger.start()
+                ledger.start(reach=reach)
                 training.step()
                 watch.follow_backward()
                 ledger.recording = False
-            trace = _build(ledger, training)
+            trace = _build(ledger, training, reach=reach, least_bytes=least_bytes)
     except DataDependentOutputException as error:
         raise BadArgument(
             f"the step looks at a tensor's values ({error}), which a capture without executing does not have: "
@@ -78,7 +80,25 @@ def capture_fake(
     )
 
 
-def _build(ledger: Ledger, training: Training) -> Trace:
+@contextmanager
+def _following(ledger: Ledger, training: Training, reach: Reach) -> Iterator[None]:
+    """Let the ledger see what autograd saves and when gradients are finished, as the executor would."""
+    parameters = [tensor for kind, tensor in _tensors_of(training) if kind is Kind.PARAM]
+    with ExitStack() as stack:
+        if reach is Reach.SAVED:
+            ledger.gradients.know(parameters)
+            stack.enter_context(saved_tensors_hooks(ledger.pack, ledger.unpack))
+        else:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
+                        lambda tensor: ledger.note_gradient(tensor.grad)
+                    )
+                    stack.callback(handle.remove)
+        yield
+
+
+def _build(ledger: Ledger, training: Training, *, reach: Reach, least_bytes: int) -> Trace:
     kinds = dict.fromkeys(ledger.gradient_serials, Kind.GRAD)
     for kind, tensor in _tensors_of(training):
         kinds.setdefault(ledger.serial_of(tensor), kind)
@@ -91,6 +111,8 @@ def _build(ledger: Ledger, training: Training) -> Trace:
         kinds=kinds,
         model="" if training.model is None else type(training.model).__name__,
         torch_version=torch.__version__,
+        reach=reach,
+        least_bytes=least_bytes if reach is Reach.TOUCHED else 0,
     )
     return recorded.trace
 

@@ -19,6 +19,7 @@ import torch
 from lowtide.autograd.gradients import Gradients
 from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.core.log import Event, LogEntry
+from lowtide.core.trace import Reach
 
 
 class Record:
@@ -78,10 +79,13 @@ class Ledger:
         self._next = 1
         self._live_bytes = 0
 
-    def start(self) -> None:
-        """Log from here on; what is alive now is static."""
+    def start(self, *, reach: Reach) -> None:
+        """Log from here on; what is alive now is static, and listed if the executor could move all of it."""
         self.static_bytes = self._live_bytes
         self.recording = True
+        if reach is Reach.TOUCHED:
+            for serial, nbytes in self._nbytes.items():
+                self.log(Event.EXISTS, serial, nbytes)
 
     def log(self, kind: Event, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Write a line, if the step is recorded. There is no clock: times are predicted later."""
@@ -195,8 +199,12 @@ class Ledger:
         storage = storage_of(tensor)
         if storage is None or storage.nbytes() < self._least_bytes:
             return False
-        self.gradient_serials.add(self.serial_of(tensor))
+        self.note_gradient(tensor)
         return True
+
+    def note_gradient(self, tensor: torch.Tensor) -> None:
+        """Remember what a tensor is for, which may be gone when the step ends."""
+        self.gradient_serials.add(self.serial_of(tensor))
 
     def refused(self, what: str) -> None:
         """Nothing is managed here."""
