@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "codecs": set(),
     "plan": {"core"},
     "tiers": {"codecs", "core"},
-    "memory": {"core"},
+    "memory": {"core", "tiers"},
     "estimate": {"core", "tiers"},
     "capture": {"autograd", "core", "estimate"},
     "residency": {"capture", "core", "plan"},

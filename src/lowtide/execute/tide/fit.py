@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 import torch
 
 from lowtide import registry
-from lowtide.errors import BadArgument
+from lowtide.errors import BadArgument, NativeUnavailable
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.links import machine_for
 from lowtide.execute.tide.cpu import CpuTide
@@ -72,13 +72,12 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
+    if devices == (None,) and not moves_nothing and not _recomputes(registry.policy(policy), recompute):
+        with suppress(NativeUnavailable):  # the budget is advisory then, and says why
+            return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
-            if device is None and not moves_nothing and not _recomputes(registry.policy(policy), recompute):
-                tides.append(_on_pages(models, optimizers, budgets_there, spill=spill, policy=policy, verify=verify))
-                opened.callback(tides[-1].close)
-                continue
             backend = open_backend(device, budgets_there, spill=spill, verify=verify, moves_nothing=moves_nothing)
             tides.append(
                 DeviceTide(
