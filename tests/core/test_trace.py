@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 
 from lowtide.core.trace import Gap, Kind, Phase, Reach, Save, Storage, Trace
-from lowtide.testing.traces import Step, make_trace, traces
+from lowtide.testing.traces import Step, make_trace, touched_traces, traces, training_trace
 
 
 def one_storage(*saves: Save, count: int = 20, reads: dict[int, tuple[int, ...]] | None = None) -> Trace:
@@ -120,3 +120,52 @@ def test_the_floor_counts_a_gap_that_wraps_on_both_sides() -> None:
     assert trace.floor_bytes() == 15  # operators 2 and 7 need it
     away = [5 if k not in (2, 7) else 15 for k in range(10)]
     assert trace._need_bytes() == away
+
+
+def gaps_of(trace: Trace, storage: int) -> list[tuple[int, int]]:
+    return [(found.after_op, found.before_op) for found in trace.gaps() if found.storage == storage]
+
+
+def test_a_training_step_leaves_every_kind_of_storage_alone_for_a_while() -> None:
+    trace = training_trace(4)  # forward 0..3, backward 4..7 from layer 3 to 0, updates 8..11
+    assert [gaps_of(trace, layer) for layer in range(2)] == [[(1, 7), (9, 12)], [(2, 6), (7, 9), (10, 13)]]
+    for moment in (4, 8):  # the first layer's first and second moment: from one update to the next
+        assert gaps_of(trace, moment) == [(9, 20)]
+    assert gaps_of(trace, 12) == [(9, 11)]  # the first layer's gradient is made last, used first, and waits to be freed
+    assert gaps_of(trace, 15) == [(5, 11)]
+    assert gaps_of(trace, 16) == [(2, 7)]
+    assert trace.peak_bytes == 17 << 20  # all the way back: an output goes as a gradient comes
+    # The last update: its parameter and moments, and all gradients, which are freed during it.
+    assert trace.floor_bytes() == 7 << 20
+
+
+def test_gradients_that_are_only_zeroed_live_on() -> None:
+    trace = training_trace(2, moments=0, keeps_gradients=True)
+    assert [op.name for op in trace.ops][-1] == "zero"
+    assert gaps_of(trace, 2) == [(5, 6), (7, 10)]
+    assert gaps_of(trace, 3) == [(3, 5), (7, 9)]
+    assert trace.static_bytes == 4 << 20
+
+
+def test_an_update_of_all_at_once_needs_all_at_once() -> None:
+    trace = training_trace(4, updates_at_once=True)
+    assert trace.floor_bytes() == 16 << 20
+    assert [gaps_of(trace, moment) for moment in (4, 11)] == [[(9, 17)], [(9, 17)]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(touched_traces())
+def test_outside_its_gaps_a_storage_is_touched_unborn_released_or_not_worth_moving(trace: Trace) -> None:
+    end = len(trace.ops)
+    away = [{k % end for k in range(found.after_op, found.before_op)} for found in trace.gaps()]
+    touches = trace.touches()
+    for storage, block in enumerate(trace.storages):
+        mine = [ops for found, ops in zip(trace.gaps(), away, strict=True) if found.storage == storage]
+        absent = set().union(*mine)
+        assert len(absent) == sum(map(len, mine)), "gaps of one storage do not overlap"
+        assert not absent & set(touches[storage])
+        if trace.lives_on(storage) and block.nbytes >= max(trace.least_bytes, 1):
+            assert absent == set(range(end)) - set(touches[storage])
+        else:
+            assert all(max(block.first_op, 0) < op < block.last_op for op in absent)
+    assert trace.floor_bytes() <= trace.peak_bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import Problem
-from lowtide.core.trace import Kind, Op, Phase, Save, Storage, Trace
+from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -32,7 +32,14 @@ class Step:
 
 
 def make_trace(
-    steps: Sequence[Step], storages: Sequence[Storage], saves: Sequence[Save], *, static_bytes: int = 0, model: str = ""
+    steps: Sequence[Step],
+    storages: Sequence[Storage],
+    saves: Sequence[Save],
+    *,
+    static_bytes: int = 0,
+    model: str = "",
+    reach: Reach = Reach.SAVED,
+    least_bytes: int = 0,
 ) -> Trace:
     """Return the trace of these operators, with the byte curve that the storages' lifetimes imply.
 
@@ -59,7 +66,13 @@ def make_trace(
     )
     outlive = sum(storage.nbytes for storage in storages if storage.first_op < 0 and storage.last_op >= len(steps))
     return Trace(
-        ops=ops, storages=tuple(storages), saves=tuple(saves), static_bytes=static_bytes + outlive, model=model
+        ops=ops,
+        storages=tuple(storages),
+        saves=tuple(saves),
+        static_bytes=static_bytes + outlive,
+        model=model,
+        reach=reach,
+        least_bytes=least_bytes,
     )
 
 
@@ -130,6 +143,97 @@ def skip_trace(depth: int, *, nbytes: int = 1 << 20, duration_s: float = 1e-3) -
     return chain_trace(2 * depth, nbytes=nbytes, duration_s=duration_s, held_until=held, model="skip")
 
 
+def training_trace(
+    layers: int,
+    *,
+    nbytes: int = 1 << 20,
+    activation_bytes: int = 1 << 20,
+    duration_s: float = 1e-3,
+    update_s: float = 1e-3,
+    static_bytes: int = 0,
+    scratch_bytes: int = 0,
+    moments: int = 2,
+    keeps_gradients: bool = False,
+    updates_at_once: bool = False,
+    least_bytes: int = 0,
+) -> Trace:
+    """Return a training step whose executor moves pages: parameters, gradients and moments have gaps as activations do.
+
+    Operator k is layer k on the way forward, `2 * layers - 1 - k` on the way back (both read its parameter; the second
+    makes its gradient and releases its output), `2 * layers + k` its update, which writes parameter and moments; or one
+    operator updates all of them (`updates_at_once`: foreach). After the last one `zero_grad` frees the gradients, or
+    only fills them with zeros (`keeps_gradients`), one more operator.
+
+    Storages: parameters, then their moments one after the other, gradients, activations; each group by layer.
+    """
+    parameters = range(layers)
+    state = [range(layers * (1 + number), layers * (2 + number)) for number in range(moments)]
+    gradients = range(layers * (1 + moments), layers * (2 + moments))
+    outputs = range(layers * (2 + moments), layers * (3 + moments))
+
+    def updated(chosen: Sequence[int], name: str) -> Step:
+        written = (*(parameters[k] for k in chosen), *(moment[k] for moment in state for k in chosen))
+        reads = (*written, *(gradients[k] for k in chosen))
+        return Step(name=name, phase=Phase.UPDATE, duration_s=len(chosen) * update_s, reads=reads, writes=written)
+
+    forward = [
+        Step(
+            name=f"layer{k}",
+            phase=Phase.FORWARD,
+            duration_s=duration_s,
+            reads=(parameters[k], *outputs[:k][-1:]),
+            writes=(outputs[k],),
+            scratch_bytes=scratch_bytes,
+        )
+        for k in range(layers)
+    ]
+    backward = [
+        Step(
+            name=f"layer{k}.backward",
+            phase=Phase.BACKWARD,
+            duration_s=2 * duration_s,
+            reads=(parameters[k], outputs[k], *((gradients[k],) if keeps_gradients else ())),
+            writes=(gradients[k],),
+            scratch_bytes=scratch_bytes,
+        )
+        for k in reversed(range(layers))
+    ]
+    updates = (
+        [updated(range(layers), "update")]
+        if updates_at_once
+        else [updated((k,), f"layer{k}.update") for k in range(layers)]
+    )
+    zeroed = [Step(name="zero", phase=Phase.UPDATE, duration_s=update_s, writes=tuple(gradients))]
+    steps = [*forward, *backward, *updates, *(zeroed if keeps_gradients else ())]
+    end, back = len(steps), [2 * layers - 1 - k for k in range(layers)]
+
+    def living_on(kind: Kind) -> list[Storage]:
+        return [Storage(nbytes=nbytes, kind=kind, first_op=-1, last_op=end, versions=1) for _ in range(layers)]
+
+    storages = [
+        *living_on(Kind.PARAM),
+        *(storage for _ in range(moments) for storage in living_on(Kind.OPTIMIZER)),
+        *(
+            living_on(Kind.GRAD)
+            if keeps_gradients
+            else [Storage(nbytes=nbytes, kind=Kind.GRAD, first_op=k, last_op=end - 1, producer=k) for k in back]
+        ),
+        *(
+            Storage(nbytes=activation_bytes, kind=Kind.ACTIVATION, first_op=k, last_op=back[k], producer=k)
+            for k in range(layers)
+        ),
+    ]
+    return make_trace(
+        steps,
+        storages,
+        (),
+        static_bytes=static_bytes,
+        model="training",
+        reach=Reach.TOUCHED,
+        least_bytes=least_bytes,
+    )
+
+
 def machine_of(link: Link, *, tier: str = "spill") -> Machine:
     """Return a machine with one tier."""
     return Machine(name="test", links={tier: link}, source="stated")
@@ -186,6 +290,70 @@ def traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrategy[Trace
             for index in range(count)
         ]
         return make_trace(steps, storages, saves, static_bytes=draw(st.sampled_from((0, 1 << 20))), model="random")
+
+    return build()
+
+
+def touched_traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrategy[Trace]:
+    """Return a strategy for valid traces of steps whose executor moves pages.
+
+    Storages that live on, that the step makes, frees, or both, of every kind; touched by any operators of their life or
+    by none; some of them too small to be worth moving.
+    """
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Trace:
+        count = draw(st.integers(1, max_ops))
+        moment = st.integers(0, count - 1)
+        storages: list[Storage] = []
+        reads: list[set[int]] = [set() for _ in range(count)]
+        writes: list[set[int]] = [set() for _ in range(count)]
+        for index in range(draw(st.integers(0, max_storages))):
+            first = draw(st.one_of(st.just(-1), moment))
+            last = draw(st.one_of(st.just(count), st.integers(max(first, 0), count - 1)))
+            kinds = (Kind.PARAM, Kind.BUFFER, Kind.OPTIMIZER, Kind.INPUT) if first < 0 else (Kind.ACTIVATION,)
+            alive = st.integers(max(first, 0), min(last, count - 1))
+            made = first >= 0 and draw(st.integers(0, 9)) > 0
+            if made:
+                writes[first].add(index)
+            changes = {op for op in draw(st.sets(alive, max_size=2)) if op > first}
+            for op in draw(st.sets(alive, max_size=4)) | changes:
+                # An operator that made a storage need not read it.
+                if not (made and op == first):
+                    reads[op].add(index)
+            for op in changes:
+                writes[op].add(index)
+            storages.append(
+                Storage(
+                    nbytes=draw(st.sampled_from((0, 1, 4096, 100_000, 1 << 20, 3 << 20))),
+                    kind=draw(st.sampled_from((*kinds, Kind.GRAD, Kind.OTHER))),
+                    first_op=first,
+                    last_op=last,
+                    producer=first if made else None,
+                    versions=len(changes),
+                )
+            )
+        steps = [
+            Step(
+                name=draw(st.sampled_from(("aten::mul", "aten::addmm", "aten::native_dropout"))),
+                phase=(Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)[3 * index // count],
+                duration_s=draw(st.sampled_from((0.0, 1e-4, 1e-3, 2.5e-3, 1e-2))),
+                reads=tuple(sorted(reads[index])),
+                writes=tuple(sorted(writes[index])),
+                scratch_bytes=draw(st.sampled_from((0, 0, 1000, 1 << 20))),
+            )
+            for index in range(count)
+        ]
+        return make_trace(
+            steps,
+            storages,
+            (),
+            static_bytes=draw(st.sampled_from((0, 1 << 20))),
+            model="random",
+            reach=Reach.TOUCHED,
+            least_bytes=draw(st.sampled_from((0, 0, 4096, 256 << 10))),
+        )
 
     return build()
 
