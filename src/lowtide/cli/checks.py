@@ -168,7 +168,7 @@ def settle_auto(budget: BudgetLike) -> tuple[BudgetLike, str]:
     stated = budget.get("cpu") if isinstance(budget, Mapping) else budget
     if str(stated).strip().lower() != "auto":
         return budget, format_bytes(parse_budget(budget).fast_bytes)
-    import lowtide.execute.script  # noqa: F401 - torch takes memory of its own, which "auto" must not promise
+    import lowtide.execute.tide.script  # noqa: F401 - torch takes memory of its own, which "auto" must not promise
 
     limits = memory_limits()
     nbytes = auto_bytes()

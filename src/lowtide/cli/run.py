@@ -147,7 +147,7 @@ def _run(
     recompute: bool | None,
 ) -> dict[str, Any] | int:
     """Return the statistics of the script's run, or the exit code of one that failed."""
-    from lowtide.execute.script import run_script
+    from lowtide.execute.tide.script import run_script
 
     try:
         return run_script(script, args, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)

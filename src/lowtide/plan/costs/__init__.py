@@ -1,1 +1,1 @@
-"""What decisions cost: the options of a gap, the bytes over a step, and the clock that policies predict with."""
+"""What decisions cost: the options of a gap, byte curves, and the sweep that predicts a step."""
