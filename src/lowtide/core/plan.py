@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from lowtide.core.machine import Machine
 from lowtide.core.trace import Gap, Trace
 
 PLAN_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecCost:
+    """A codec as plans see it: how fast it is, by bytes of what it encodes, and an estimate of what is left of one.
+
+    `error_bound` is the largest relative error of a value that came back through it (0: exact).
+    """
+
+    name: str
+    encode_bytes_per_s: float = inf
+    decode_bytes_per_s: float = inf
+    ratio: float = 1.0
+    error_bound: float = 0.0
+
+
+IDENTITY = CodecCost(name="identity")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +36,11 @@ class Problem:
     machine: Machine
     budget_bytes: int
     tier: str = "spill"
+    """The tier that swaps go to unless they say otherwise."""
+    tiers: tuple[str, ...] = ()
+    """All tiers that whoever executes the plan has (empty: just `tier`)."""
+    codecs: tuple[CodecCost, ...] = (IDENTITY,)
+    """The codecs that whoever executes the plan has."""
     can_recompute: bool = False
     """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
     watch_s: float = 0.0
@@ -30,6 +53,8 @@ class Swap:
 
     The write starts at the start of operator `gap.after_op`, or as soon as the link is free; the read starts at the
     start of operator `fetch_op` (`gap.after_op < fetch_op <= gap.before_op`; equal to `before_op`: fetched on demand).
+    All of these may be operators of the next step (n or more), as the end of a gap may. Bytes that the tier already
+    holds are not written: they are free at the start of `gap.after_op` (plan/costs/writes.py).
 
     Synchronous systems wait: operator `landed_op` begins only once the write has landed (`gap.after_op < landed_op <=
     gap.before_op`), operator `arrived_op` only once the read has arrived (`fetch_op <= arrived_op <= gap.before_op`).

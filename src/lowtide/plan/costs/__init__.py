@@ -1,1 +1,1 @@
-"""What decisions cost: byte curves, the sweep that predicts a step, and operators that run again."""
+"""What decisions cost: the options of a gap, byte curves, and the sweep that predicts a step."""

@@ -100,4 +100,6 @@ class Reruns:
         found = self._storages[storage]
         if not found.first_op < before_op <= found.last_op:
             return False
-        return not any(after <= before_op < end for after, end in absent.get(storage, ()))
+        # An absence may reach into the next step: it holds at the beginning of this one, too.
+        later_op = before_op + len(self._ops)
+        return not any(after <= before_op < end or after <= later_op < end for after, end in absent.get(storage, ()))

@@ -1,14 +1,17 @@
-"""Predicts what a set of decisions costs: one sweep over the operators with the link's queues beside it.
+"""Predicts what a set of decisions costs: one sweep over the operators with the links' queues beside it.
 
 The model (docs/policies.md states it in full; `verify/` replays it on its own):
 
-- operators run one after another; writes are requested when `after_op` begins, reads when `fetch_op` begins;
-- the link serves the oldest request that can start, one at a time (one each way if it is duplex);
+- operators run one after another; writes are requested when `after_op` begins, reads when `fetch_op` begins; bytes that
+  the tier already holds are given up at once (costs/writes.py);
+- each link serves the oldest request that can start, one at a time (one each way if it is duplex);
 - a write frees its bytes when it lands; a read takes them when it starts, which it may only do once its own write has
   landed and if they fit from then on until the operator that needs them;
 - an operator waits for writes that it is a barrier for and operands that are still on their way out, then for writes
   that hold the memory it lacks, then, ahead of the queue, for its operands to come back;
-- operators that run again before it (rerun.py) make it longer, and higher where they need more memory than it does.
+- operators that run again before it (rerun.py) make it longer, and higher where they need more memory than it does;
+- where pages move, the step is one of many: the figures are those of the second of two. The first begins with what the
+  plan keeps away over a step's end away, and its reads that were requested before requested at once.
 """
 
 from __future__ import annotations
@@ -20,19 +23,38 @@ from math import inf
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import Prediction, Problem, Recompute, Swap
-from lowtide.core.trace import Gap
-from lowtide.errors import BadArgument
+from lowtide.core.trace import Gap, Reach, Trace
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.options import Option, Options, link_to
 from lowtide.plan.costs.rerun import Rerun, Reruns
+from lowtide.plan.costs.writes import Writes
 
 
 def link_of(problem: Problem) -> Link:
     """Return the link to the problem's tier."""
-    link = problem.machine.links.get(problem.tier)
-    if link is None:
-        known = ", ".join(sorted(problem.machine.links)) or "none"
-        raise BadArgument(f"machine {problem.machine.name!r} has no tier {problem.tier!r}: its tiers are {known}")
-    return link
+    return link_to(problem.machine, problem.tier)
+
+
+def ends_unused(trace: Trace) -> dict[int, int]:
+    """Return the storages whose last gap ends without a use, and the operator at which it does.
+
+    They are released there, or nobody touches them all through the step: they do not come back.
+    """
+    if trace.reach is Reach.TOUCHED:
+        ends = {}
+        for storage, (block, touched) in enumerate(zip(trace.storages, trace.touches(), strict=True)):
+            if not trace.lives_on(storage):
+                ends[storage] = -1 if touched and touched[-1] >= block.last_op else block.last_op
+            elif not touched:
+                ends[storage] = len(trace.ops)
+        return ends
+    released: dict[int, int] = {}
+    for save in trace.saves:
+        released[save.storage] = max(save.released_op, released.get(save.storage, -1))
+    for save in trace.saves:
+        if save.uses:
+            released.pop(save.storage, None)
+    return released
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,36 +79,48 @@ class Sweep:
 
     def __init__(self, problem: Problem) -> None:
         trace = problem.trace
-        self._trace = trace
+        self.trace = trace
         self._reruns: Reruns | None = None
+        self.machine = problem.machine
+        self.tier = problem.tier
         self.link = link_of(problem)
+        self.options = Options(problem)
+        self.writes = Writes(trace)
         self.budget_bytes = problem.budget_bytes
+        self.periodic = trace.reach is Reach.TOUCHED
+        self.count = len(trace.ops)
         self.peak_bytes = [op.peak_bytes for op in trace.ops]
         self.duration_s = [op.duration_s for op in trace.ops]
         self.start_s = [0.0, *accumulate(self.duration_s)]
         self.sizes = [storage.nbytes for storage in trace.storages]
-        # A storage that autograd never asks for again is not read back: its gap ends with its release.
-        self.released_unused: dict[int, int] = {}
-        for save in trace.saves:
-            self.released_unused[save.storage] = max(save.released_op, self.released_unused.get(save.storage, -1))
-        for save in trace.saves:
-            if save.uses:
-                self.released_unused.pop(save.storage, None)
+        self._ends_unused = ends_unused(trace)
 
     def returns(self, gap: Gap) -> bool:
-        """Tell whether the storage is needed again at the end of the gap, within the step."""
-        return gap.before_op < len(self.peak_bytes) and self.released_unused.get(gap.storage) != gap.before_op
+        """Tell whether the storage is needed again at the end of the gap."""
+        if not self.periodic and gap.before_op >= self.count:
+            return False
+        return self._ends_unused.get(gap.storage) != gap.before_op
+
+    def stays_away(self, gap: Gap) -> bool:
+        """Tell whether the storage of a gap is never needed, in any step, although it lives on."""
+        return self.periodic and self.trace.lives_on(gap.storage) and not self.returns(gap)
 
     def due_op(self, swap: Swap) -> int:
         """Return the operator from which on the storage is in memory again."""
         return swap.arrived_op if swap.arrived_op is not None and self.returns(swap.gap) else swap.gap.before_op
+
+    def at_s(self, op: int) -> float:
+        """Return when an operator begins in a step without waits, counted from the start of the step; n is its end."""
+        if op <= self.count:
+            return self.start_s[op]
+        return self.start_s[-1] + self.start_s[op - self.count]
 
     def reruns(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute]) -> list[Rerun]:
         """Return what the recomputations add to the operators they run for."""
         if not recomputes:
             return []
         if self._reruns is None:
-            self._reruns = Reruns(self._trace)
+            self._reruns = Reruns(self.trace)
         return self._reruns.of(swaps, recomputes, due_op=[self.due_op(swap) for swap in swaps])
 
     def run(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Outcome:
@@ -102,70 +136,165 @@ def predict(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recomp
 def planned_bytes(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Curve:
     """Return the bytes at every operator if each write has landed, and each read begun, when it was asked for."""
     facts = Sweep(problem)
-    run = _Run(facts, swaps, recomputes)
-    run.curve.add_all(
+    curve = Curve(_Run(facts, swaps, recomputes).least)
+    curve.add_all(
         (swap.fetch_op, facts.due_op(swap), facts.sizes[swap.gap.storage])
         for swap in swaps
         if swap.fetch_op < facts.due_op(swap) and facts.returns(swap.gap)
     )
-    return run.curve
+    return curve
 
 
-class _Run:
-    """One sweep. Swaps are named by their position in the argument."""
+class _Lane:
+    """The queues of one link, in order of request: lists with a head position, and when each way is free."""
 
-    def __init__(self, facts: Sweep, swaps: Sequence[Swap], recomputes: Sequence[Recompute]) -> None:
-        self.facts = facts
-        self.budget = facts.budget_bytes
-        self.duplex = facts.link.duplex
-        self.size = [facts.sizes[swap.gap.storage] for swap in swaps]
-        self.needed_at = [facts.due_op(swap) for swap in swaps]
-        self.comes_back = [facts.returns(swap.gap) for swap in swaps]
-        reruns = facts.reruns(swaps, recomputes)
-        self.rerun_s = {one.before_op: one.duration_s for one in reruns}
-        self.least = self._least_bytes(swaps, recomputes, reruns)
-        # At every operator, with the prefetches that have begun; at the running one that is `least + ahead_bytes`.
-        self.curve = Curve(self.least)
-        self.ahead_bytes = 0
-        order = sorted(range(len(swaps)), key=lambda k: swaps[k].gap)
-        self.writes_at: dict[int, list[int]] = {}
-        self.reads_at: dict[int, list[int]] = {}
-        self.due_at: dict[int, list[int]] = {}
-        self.barred_at: dict[int, list[int]] = {}
-        for k in order:
-            self.writes_at.setdefault(swaps[k].gap.after_op, []).append(k)
-            self.due_at.setdefault(self.needed_at[k], []).append(k)
-            if (barrier := swaps[k].landed_op) is not None:
-                self.barred_at.setdefault(barrier, []).append(k)
-        for k in sorted(order, key=lambda k: self.needed_at[k]):
-            if swaps[k].fetch_op < self.needed_at[k] and self.comes_back[k]:
-                self.reads_at.setdefault(swaps[k].fetch_op, []).append(k)
-        # Queues are lists with a head position; both are in order of request.
-        self.write_queue: list[tuple[float, int]] = []
+    __slots__ = (
+        "duplex",
+        "flying_bytes",
+        "queued_bytes",
+        "read_free_s",
+        "read_head",
+        "reads",
+        "write_end_s",
+        "write_free_s",
+        "write_head",
+        "writes",
+    )
+
+    def __init__(self, *, duplex: bool) -> None:
+        self.duplex = duplex
+        self.writes: list[tuple[float, float, int]] = []  # asked, ready, swap
         self.write_head = 0
-        self.read_queue: list[tuple[float, int]] = []
+        self.reads: list[tuple[float, int, int]] = []  # asked, swap, needed at
         self.read_head = 0
         self.queued_bytes = 0
         self.flying_bytes = 0  # of the last write started, until `write_end_s`
         self.write_end_s = 0.0
         self.write_free_s = 0.0
         self.read_free_s = 0.0
+
+    def held(self, at_s: float) -> int:
+        """Return the bytes of requested writes that have not landed."""
+        return self.queued_bytes + (self.flying_bytes if self.write_end_s > at_s else 0)
+
+
+class _Run:
+    """One sweep. Swaps are named by their position in the argument.
+
+    Operators are counted on from step to step: operator i of the second is n + i. Every swap has one life a step, which
+    begins when it leaves: what was known of the one before is forgotten then.
+    """
+
+    def __init__(self, facts: Sweep, swaps: Sequence[Swap], recomputes: Sequence[Recompute]) -> None:
+        self.facts = facts
+        self.count = facts.count
+        self.budget = facts.budget_bytes
+        self.size = [facts.sizes[swap.gap.storage] for swap in swaps]
+        # A gap that begins with the next step is one that begins with this.
+        shift = [self.count if swap.gap.after_op >= self.count else 0 for swap in swaps]
+        self.begin_op = [swap.gap.after_op - back for swap, back in zip(swaps, shift, strict=True)]
+        self.due_op = [facts.due_op(swap) - back for swap, back in zip(swaps, shift, strict=True)]
+        self.comes_back = [facts.returns(swap.gap) for swap in swaps]
+        self.written = facts.writes.of(swaps, recomputes)
+        self.away_for_good = [
+            not back and facts.stays_away(swap.gap) for swap, back in zip(swaps, self.comes_back, strict=True)
+        ]
+        reruns = facts.reruns(swaps, recomputes)
+        self.rerun_s = {one.before_op: one.duration_s for one in reruns}
+        self.least = self._least_bytes(recomputes, reruns)
+        self._open_lanes(swaps)
+        self._schedule(swaps, shift)
+        # At every operator, with the prefetches that have begun; at the running one that is `least + ahead_bytes`.
+        self.curve = Curve(self.least * 3) if self.wraps else Curve(self.least)
+        self.curve_op = 0  # what the curve begins with
+        self.ahead_bytes = 0
+        self.engine_free_s = 0.0
         self.now_s = 0.0  # prefetches begin no earlier: events are taken in the order of time
         self.landed_s = [inf] * len(swaps)
         self.read_end_s = [-1.0] * len(swaps)
         self.blocked_until_op = [0] * len(swaps)
         self.op = 0
         self.peak = 0
+        self.moved_out = 0
         self.moved_in = 0
+        self._begin_in_steady_state(swaps, shift)
 
-    def _least_bytes(
-        self, swaps: Sequence[Swap], recomputes: Sequence[Recompute], reruns: Sequence[Rerun]
-    ) -> list[int]:
+    def _open_lanes(self, swaps: Sequence[Swap]) -> None:
+        """Make a lane for every tier in use, in the order of their names."""
+        facts = self.facts
+        tiers = sorted({swap.tier for swap in swaps})
+        lanes = {tier: _Lane(duplex=link_to(facts.machine, tier).duplex) for tier in tiers}
+        self.lanes = list(lanes.values())
+        self.lane = [lanes[swap.tier] for swap in swaps]
+        self.option: list[Option] = [
+            facts.options.swap(nbytes, tier=swap.tier, codec=swap.codec)
+            for swap, nbytes in zip(swaps, self.size, strict=True)
+        ]
+        plain = all(swap.codec == "identity" for swap in swaps)
+        # Several links, or a codec, would not go faster all alike while the program waits.
+        self.waited_link = facts.link if plain and set(tiers) <= {facts.tier} else None
+
+    def _schedule(self, swaps: Sequence[Swap], shift: Sequence[int]) -> None:
+        """Note what happens at which operator of a step, in order."""
+        count = self.count
+        self.wraps = False
+        self.writes_at: dict[int, list[int]] = {}
+        self.reads_at: dict[int, list[int]] = {}
+        self.due_at: dict[int, list[int]] = {}
+        self.barred_at: dict[int, list[int]] = {}
+        place = self._place
+        order = [k for k in sorted(range(len(swaps)), key=lambda k: swaps[k].gap) if not self.away_for_good[k]]
+        reading = []
+        for k in order:
+            self.writes_at.setdefault(self.begin_op[k], []).append(k)
+            self.due_at.setdefault(place(self.due_op[k]), []).append(k)
+            self.wraps |= self.facts.periodic and self.due_op[k] >= count
+            if (barrier := swaps[k].landed_op) is not None:
+                self.barred_at.setdefault(place(barrier - shift[k]), []).append(k)
+            fetch_op = swaps[k].fetch_op - shift[k]
+            if fetch_op < self.due_op[k] and self.comes_back[k]:
+                # By operator of request, and at one operator what is needed first.
+                step = fetch_op // count * count
+                reading.append((self.due_op[k] - step, k, fetch_op - step))
+        reading.sort(key=lambda one: one[0])
+        for _, k, fetch_op in reading:
+            self.reads_at.setdefault(fetch_op, []).append(k)
+
+    def _place(self, op: int) -> int:
+        """Return an operator's number in its own step; where steps do not follow each other, their end is none."""
+        return op % self.count if self.facts.periodic else op
+
+    def _begin_in_steady_state(self, swaps: Sequence[Swap], shift: Sequence[int]) -> None:
+        """Let what the step before has sent away over its end be away, its reads asked for if they were."""
+        if not self.wraps:
+            return
+        asked = []
+        for k in range(len(swaps)):
+            if self.due_op[k] >= self.count and not self.away_for_good[k]:
+                self.landed_s[k] = 0.0
+                fetch_op = swaps[k].fetch_op - shift[k]
+                if fetch_op < min(self.count, self.due_op[k]) and self.comes_back[k]:
+                    asked.append((fetch_op, self.due_op[k], swaps[k].gap, k))
+        for _, due_op, _, k in sorted(asked):
+            if due_op > self.count:  # at the first operator it is read on demand
+                self.lane[k].reads.append((0.0, k, due_op - self.count))
+
+    def _least_bytes(self, recomputes: Sequence[Recompute], reruns: Sequence[Rerun]) -> list[int]:
         """Return the bytes at each operator with everything absent all through its gap."""
-        change = [0] * (len(self.facts.peak_bytes) + 1)
-        for swap, nbytes, needed_at in zip(swaps, self.size, self.needed_at, strict=True):
-            change[swap.gap.after_op] -= nbytes
-            change[needed_at] += nbytes
+        count = self.count
+        change = [0] * (count + 1)
+        for begin_op, due_op, nbytes, for_good in zip(
+            self.begin_op, self.due_op, self.size, self.away_for_good, strict=True
+        ):
+            if for_good:
+                change[0] -= nbytes
+                continue
+            change[begin_op] -= nbytes
+            if due_op <= count:
+                change[due_op] += nbytes
+            else:
+                change[0] -= nbytes
+                change[due_op - count] += nbytes
         for one in recomputes:
             change[one.gap.after_op] -= self.facts.sizes[one.gap.storage]
             change[one.gap.before_op] += self.facts.sizes[one.gap.storage]
@@ -177,16 +306,33 @@ class _Run:
         return [peak + away for peak, away in zip(peaks, accumulate(change), strict=False)]
 
     def outcome(self) -> Outcome:
-        """Sweep over all operators."""
-        clock = stall_s = 0.0
+        """Sweep over all operators: of one step, or of a second where it may differ from the first."""
+        outcome = self._step(begin_op=0, start_s=0.0)
+        end_s = outcome.begin_s[-1]
+        if not self.facts.periodic or not (self.wraps or self._busy(end_s)):
+            return outcome
+        if not self.wraps:
+            self.curve, self.curve_op = Curve(self.least), self.count
+        self.peak = self.moved_in = self.moved_out = 0
+        return self._step(begin_op=self.count, start_s=end_s)
+
+    def _busy(self, at_s: float) -> bool:
+        """Tell whether something is on its way at a moment."""
+        return self.engine_free_s > at_s or any(
+            lane.write_head < len(lane.writes) or max(lane.write_free_s, lane.read_free_s) > at_s for lane in self.lanes
+        )
+
+    def _step(self, *, begin_op: int, start_s: float) -> Outcome:
+        clock = start_s
+        stall_s = 0.0
         short: list[tuple[int, int]] = []
         late: list[tuple[int, float]] = []
         over: list[int] = []
         begin_s: list[float] = []
         for i, duration in enumerate(self.facts.duration_s):
             self._advance(clock)
-            begin_s.append(clock)
-            self._reach(i, clock)
+            begin_s.append(clock - start_s)
+            self._reach(begin_op + i, i, clock)
             due = self.due_at.get(i, ())
             arrived = clock
             for k in self.barred_at.get(i, ()):
@@ -195,10 +341,11 @@ class _Run:
                 clock = max(clock, self._land(k, clock))
                 if self.read_end_s[k] >= 0:
                     self.ahead_bytes -= self.size[k]
-            lacking = self._held(clock) + self._live() - self.budget
-            if lacking > 0 and self._held(clock):
-                short.append((i, lacking))
-                clock = self._wait_for_room(clock)
+            live = self.least[i] + self.ahead_bytes
+            held = self._held(clock)
+            if held and held + live > self.budget:
+                short.append((i, held + live - self.budget))
+                clock = self._wait_for_room(clock, live)
             if clock > arrived:
                 # No prefetch has begun meanwhile: it would have taken what the operator was waiting for.
                 self.now_s = max(self.now_s, clock)
@@ -210,116 +357,163 @@ class _Run:
                 ready = max(ready, done)
             clock = ready
             stall_s += clock - arrived
-            live = self._live() + self._held(clock)
+            live += self._held(clock)
             if live > self.peak:
                 self.peak = live
             if live > self.budget:
                 over.append(i)
             clock += duration + self.rerun_s.get(i, 0.0)
-        recompute_s = sum(self.rerun_s.values(), start=0.0)
-        waited_s = self.facts.link.wait_s(stall_s)
+        # What has begun beside the last operator belongs to this step.
+        if self.facts.periodic:
+            self._advance(clock)
+        waited_s = stall_s if self.waited_link is None else self.waited_link.wait_s(stall_s)
         return Outcome(
             prediction=Prediction(
                 peak_bytes=self.peak,
-                step_s=clock - (stall_s - waited_s),
+                step_s=clock - start_s - (stall_s - waited_s),
                 stall_s=waited_s,
-                moved_out_bytes=sum(self.size),
+                moved_out_bytes=self.moved_out,
                 moved_in_bytes=self.moved_in,
-                recompute_s=recompute_s,
+                recompute_s=sum(self.rerun_s.values(), start=0.0),
             ),
             short=tuple(short),
             late=tuple(late),
             over=tuple(over),
-            begin_s=[*begin_s, clock],
+            begin_s=[*begin_s, clock if not start_s else clock - start_s],
         )
 
-    def _reach(self, op: int, at_s: float) -> None:
+    def _reach(self, op: int, i: int, at_s: float) -> None:
         """Request what the start of an operator sets off."""
         self.op = op
         # A read that found no room beside the operators before begins beside this one at the earliest.
         self.now_s = max(self.now_s, at_s)
-        for k in self.writes_at.get(op, ()):
-            self.write_queue.append((at_s, k))
-            self.queued_bytes += self.size[k]
-        for k in self.reads_at.get(op, ()):
-            self.read_queue.append((at_s, k))
+        for k in self.writes_at.get(i, ()):
+            self.read_end_s[k] = -1.0
+            self.blocked_until_op[k] = 0
+            if not self.written[k]:
+                self.landed_s[k] = at_s
+                continue
+            self.landed_s[k] = inf
+            ready_s = at_s
+            if self.option[k].encode_s:
+                ready_s = self._engine(self.option[k].encode_s, at_s)
+            self.lane[k].writes.append((at_s, ready_s, k))
+            self.lane[k].queued_bytes += self.size[k]
+            self.moved_out += self.option[k].link_bytes
+        for k in self.reads_at.get(i, ()):
+            due = self.due_op[k] % self.count
+            self.lane[k].reads.append((at_s, k, op - i + due + (self.count if due <= i else 0)))
 
-    def _live(self) -> int:
-        """Return the bytes alive beside the running operator once all writes have landed."""
-        return self.least[self.op] + self.ahead_bytes
+    def _engine(self, work_s: float, asked_s: float) -> float:
+        """Return when the codecs' engine has done a piece of work."""
+        self.engine_free_s = max(self.engine_free_s, asked_s) + work_s
+        return self.engine_free_s
 
     def _held(self, at_s: float) -> int:
         """Return the bytes of requested writes that have not landed."""
-        return self.queued_bytes + (self.flying_bytes if self.write_end_s > at_s else 0)
+        held = 0
+        for lane in self.lanes:
+            held += lane.queued_bytes + (lane.flying_bytes if lane.write_end_s > at_s else 0)
+        return held
 
     def _advance(self, until_s: float) -> None:
-        """Let the link work beside operator `self.op` on what can start before `until_s`."""
-        while self.write_head < len(self.write_queue) or self.read_head < len(self.read_queue):
-            write_s = read_s = inf
-            write_asked = read_asked = inf
-            if self.write_head < len(self.write_queue):
-                write_asked = self.write_queue[self.write_head][0]
-                write_s = max(self.write_free_s, write_asked)
-            while self.read_head < len(self.read_queue) and self.read_end_s[self.read_queue[self.read_head][1]] >= 0:
-                self.read_head += 1
-            if self.read_head < len(self.read_queue):
-                read_asked, k = self.read_queue[self.read_head]
-                read_s = self._read_start(k, max(self.read_free_s, read_asked, self.landed_s[k], self.now_s))
-            if min(write_s, read_s) >= until_s:
+        """Let the links work beside operator `self.op` on what can start before `until_s`."""
+        while True:
+            start_s, asked_s, chosen, write = until_s, -inf, None, False
+            for lane in self.lanes:
+                if lane.write_head < len(lane.writes):
+                    asked, ready, _ = lane.writes[lane.write_head]
+                    begin = max(lane.write_free_s, ready)
+                    if begin < start_s or (begin == start_s and asked < asked_s):
+                        start_s, asked_s, chosen, write = begin, asked, lane, True
+                reads = lane.reads
+                while lane.read_head < len(reads) and self._is_over(reads[lane.read_head]):
+                    lane.read_head += 1
+                if lane.read_head < len(reads):
+                    asked, k, needed_op = reads[lane.read_head]
+                    begin = max(lane.read_free_s, asked, self.landed_s[k], self.now_s)
+                    if begin < start_s or (begin == start_s and asked < asked_s):
+                        begin = self._read_start(k, needed_op, begin)
+                        if begin < start_s or (begin == start_s and asked < asked_s):
+                            start_s, asked_s, chosen, write = begin, asked, lane, False
+            if chosen is None:
                 return
-            if (write_s, write_asked) <= (read_s, read_asked):
-                self._start_write(write_s)
+            if write:
+                self._start_write(chosen, start_s)
             else:
-                k = self.read_queue[self.read_head][1]
-                self._start_read(k, read_s)
+                _, k, needed_op = chosen.reads[chosen.read_head]
+                self._start_read(k, start_s)
                 self.ahead_bytes += self.size[k]
-                self.curve.add(self.op, self.needed_at[k], self.size[k])
-                self.peak = max(self.peak, self._live() + self._held(read_s))
+                self.curve.add(self.op - self.curve_op, needed_op - self.curve_op, self.size[k])
+                live = self.least[self.op % self.count] + self.ahead_bytes + self._held(start_s)
+                self.peak = max(self.peak, live)
 
-    def _read_start(self, k: int, at_s: float) -> float:
+    def _is_over(self, read: tuple[float, int, int]) -> bool:
+        """Tell whether the read at the head of a queue has begun, if only on demand."""
+        _, k, needed_op = read
+        return self.read_end_s[k] >= 0 or needed_op <= self.op
+
+    def _read_start(self, k: int, needed_op: int, at_s: float) -> float:
         """Return when a prefetch that could start at `at_s` has its memory, or infinity if not beside this operator."""
         if at_s == inf or self.blocked_until_op[k] > self.op:
             return inf
         limit = self.budget - self.size[k]
         # The curve never falls, so nothing changes before the last operator that leaves no room is over.
-        self.blocked_until_op[k] = self.curve.earliest(self.op, self.needed_at[k], limit_bytes=limit)
+        from_op = self.curve_op
+        self.blocked_until_op[k] = from_op + self.curve.earliest(
+            self.op - from_op, needed_op - from_op, limit_bytes=limit
+        )
         if self.blocked_until_op[k] > self.op:
             return inf
-        room = limit - self._live()
-        if self._held(at_s) <= room:
+        room = limit - self.least[self.op % self.count] - self.ahead_bytes
+        held = self._held(at_s)
+        if held <= room:
             return at_s
-        return self.write_end_s if self.queued_bytes <= room else inf
+        for lane in sorted(self.lanes, key=lambda lane: lane.write_end_s):
+            if lane.write_end_s > at_s:
+                held -= lane.flying_bytes
+                if held <= room:
+                    return lane.write_end_s
+        return inf
 
-    def _start_write(self, at_s: float) -> None:
-        k = self.write_queue[self.write_head][1]
-        self.write_head += 1
+    def _start_write(self, lane: _Lane, at_s: float) -> None:
+        _, _, k = lane.writes[lane.write_head]
+        lane.write_head += 1
         self.now_s = max(self.now_s, at_s)
-        self.queued_bytes -= self.size[k]
-        self.flying_bytes = self.size[k]
-        self.write_end_s = self.write_free_s = self.landed_s[k] = at_s + self.facts.link.write_s(self.size[k])
-        if not self.duplex:
-            self.read_free_s = self.write_free_s
+        lane.queued_bytes -= self.size[k]
+        lane.flying_bytes = self.size[k]
+        lane.write_end_s = lane.write_free_s = self.landed_s[k] = at_s + self.option[k].write_s
+        if not lane.duplex:
+            lane.read_free_s = lane.write_free_s
+
+    def _next_write(self, lane: _Lane, clock: float) -> None:
+        """Start the oldest write of a lane, as soon as it can start after a moment."""
+        self._start_write(lane, max(lane.write_free_s, lane.writes[lane.write_head][1], clock))
 
     def _start_read(self, k: int, at_s: float) -> None:
-        self.read_end_s[k] = self.read_free_s = at_s + self.facts.link.read_s(self.size[k])
-        self.moved_in += self.size[k]
-        if not self.duplex:
-            self.write_free_s = self.read_free_s
+        lane, option = self.lane[k], self.option[k]
+        end_s = lane.read_free_s = at_s + option.read_s
+        if not lane.duplex:
+            lane.write_free_s = end_s
+        if option.decode_s:
+            end_s = self._engine(option.decode_s, end_s)
+        self.read_end_s[k] = end_s
+        self.moved_in += option.link_bytes
 
-    def _wait_for_room(self, clock: float) -> float:
+    def _wait_for_room(self, clock: float, live: int) -> float:
         """Return when enough writes have landed for operator `self.op`, or all of them if that is not enough."""
-        room = self.budget - self._live()
-        while self._held(clock) > max(room, 0):
-            if self.write_end_s > clock:
-                clock = self.write_end_s
-            else:
-                self._start_write(max(self.write_free_s, clock))
+        room = max(self.budget - live, 0)
+        while self._held(clock) > room:
+            for lane in self.lanes:
+                if lane.write_end_s <= clock and lane.write_head < len(lane.writes):
+                    self._next_write(lane, clock)
+            clock = min((lane.write_end_s for lane in self.lanes if lane.write_end_s > clock), default=clock)
         return clock
 
     def _land(self, k: int, clock: float) -> float:
         """Return when the write of swap `k` lands, letting it and those before it go first."""
         while self.landed_s[k] == inf:
-            self._start_write(max(self.write_free_s, clock))
+            self._next_write(self.lane[k], clock)
         return self.landed_s[k]
 
     def _bring(self, k: int, clock: float) -> float:
@@ -327,5 +521,5 @@ class _Run:
         if not self.comes_back[k]:
             return self.landed_s[k]
         if self.read_end_s[k] < 0:
-            self._start_read(k, max(self.read_free_s, clock, self.landed_s[k]))
+            self._start_read(k, max(self.lane[k].read_free_s, clock, self.landed_s[k]))
         return self.read_end_s[k]

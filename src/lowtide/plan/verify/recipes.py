@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.core.plan import Plan, Problem, Recompute
-from lowtide.core.trace import Trace
+from lowtide.core.trace import Reach, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.verify.shape import label
 from lowtide.plan.verify.spans import Spans
@@ -54,6 +54,11 @@ class _Kitchen:
         # What each list of operators makes: those that run together often share one.
         self.lists: dict[tuple[tuple[int, ...], int], set[int]] = {}
         for one in plan.recomputes:
+            if trace.reach is Reach.TOUCHED and one.gap.before_op >= len(trace.ops):
+                raise PlanError(
+                    f"V7: {label(one)} ends with the step or after it, and the step has {len(trace.ops)} operators: "
+                    "whoever holds the storage then may look at it, so swap or keep it instead"
+                )
             self._check_list(one)
             if one.gap.before_op < len(trace.ops):
                 self.guests.setdefault(one.gap.before_op, []).append(one)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Trace
+from lowtide.core.trace import Gap, Reach, Trace
 from lowtide.errors import PlanError
+from lowtide.plan.verify.spans import Spans
 
 
 def label(decision: Swap | Recompute) -> str:
@@ -30,11 +31,25 @@ def check_shape(plan: Plan, problem: Problem) -> None:
             _check_place(decision, problem)
             _check_moments(decision)
         by_storage.setdefault(decision.gap.storage, []).append(decision)
+    spans = Spans(plan, trace)
     for of_one in by_storage.values():
         of_one.sort(key=lambda decision: decision.gap)
         for first, second in pairwise(of_one):
             if second.gap.after_op <= first.gap.before_op:
                 raise PlanError(f"V3: {label(first)} and {label(second)} overlap")
+        if trace.reach is Reach.TOUCHED and len(of_one) > 1:
+            _check_around(of_one, spans, count=len(trace.ops))
+
+
+def _check_around(of_one: list[Swap | Recompute], spans: Spans, *, count: int) -> None:
+    """Check V3 across the end of the step: the last decision about a storage against the first of the next step."""
+    first, last = of_one[0], of_one[-1]
+    for one in of_one:
+        if spans.for_good(one.gap):
+            other = first if one is not first else last
+            raise PlanError(f"V3: {label(one)}, which nobody needs, keeps it away for good; {label(other)} is another")
+    if first.gap.after_op + count <= last.gap.before_op:
+        raise PlanError(f"V3: {label(last)} and {label(first)} of the next step overlap")
 
 
 def _check_span(decision: Swap | Recompute, trace: Trace, eligible: dict[int, list[Gap]]) -> None:
@@ -48,13 +63,19 @@ def _check_span(decision: Swap | Recompute, trace: Trace, eligible: dict[int, li
 
 
 def _check_place(swap: Swap, problem: Problem) -> None:
-    if swap.tier != problem.tier or swap.tier not in problem.machine.links:
+    tiers = problem.tiers or (problem.tier,)
+    if swap.tier not in tiers or swap.tier not in problem.machine.links:
+        has = f"tier is {tiers[0]!r}" if len(tiers) == 1 else f"{len(tiers)} tiers are {sorted(tiers)}"
         raise PlanError(
-            f"V1: {label(swap)} goes to tier {swap.tier!r}; the problem's tier is {problem.tier!r} "
+            f"V1: {label(swap)} goes to tier {swap.tier!r}; the problem's {has} "
             f"and the machine has {sorted(problem.machine.links)}"
         )
-    if swap.codec != "identity":
-        raise PlanError(f"V1: {label(swap)} uses codec {swap.codec!r}, whose cost is not known: use 'identity'")
+    codecs = sorted(codec.name for codec in problem.codecs)
+    if swap.codec not in codecs:
+        raise PlanError(
+            f"V1: {label(swap)} uses codec {swap.codec!r}, whose cost is not known: "
+            f"the problem's executor has {len(codecs)}, {codecs}"
+        )
 
 
 def _check_moments(swap: Swap) -> None:
