@@ -25,10 +25,14 @@ class BudgetTooSmall(LowtideError, MemoryError):
         self.op = op
         self.detail = detail
         self.device = device
+        budget, needed = format_bytes(budget_bytes), format_bytes(needed_bytes)
+        if budget == needed:  # "2.08 GiB cannot hold 2.08 GiB" helps nobody
+            budget, needed = f"{budget} ({budget_bytes} bytes)", f"{needed_bytes - budget_bytes} bytes more than that"
+        else:
+            needed = f"at least {needed} ({needed_bytes} bytes)"
         text = (
-            f"budget {format_bytes(budget_bytes)}{f' of {device}' if device else ''} cannot run '{op}', "
-            f"which needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
-            "raise the budget or shrink the batch"
+            f"budget {budget}{f' of {device}' if device else ''} cannot run '{op}', "
+            f"which needs {needed} at once: raise the budget or shrink the batch"
         )
         super().__init__(f"{text} ({detail})" if detail else text)
 

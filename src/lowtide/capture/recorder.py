@@ -67,6 +67,11 @@ class Recorder:
         self._path: list[str] = []
         self.recording = False
 
+    @property
+    def module(self) -> str:
+        """The module that runs, where it is known: only while a step is recorded."""
+        return self._path[-1] if self.recording and self._path else ""
+
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Take one more optimizer's tensors into account."""
         if all(known is not optimizer for known in self._optimizers):

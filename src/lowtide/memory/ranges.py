@@ -168,6 +168,16 @@ class RangeMemory:
         """How many allocations were refused so far."""
         return self.native.counters().refusals
 
+    def too_small(self, *, floor_bytes: int = 0, layer: str = "") -> BudgetTooSmall:
+        """Return the error for what was refused last; `floor_bytes`: what a recorded step says that it needs at least."""
+        refusal = self.native.last_refusal()
+        what = f"{refusal.what} of {layer}" if layer and not refusal.optimizer else refusal.what
+        return BudgetTooSmall(
+            budget_bytes=refusal.budget_bytes,
+            needed_bytes=max(refusal.live_bytes + refusal.requested_bytes, floor_bytes),
+            op=what,
+        )
+
     def interruption(self) -> BaseException | None:
         """Return what a signal's handler raised while an allocation waited, once."""
         return self.native.take_interruption()
@@ -193,12 +203,7 @@ class RangeMemory:
 
     def _error_of(self, trouble: Trouble) -> LowtideError:
         if trouble.code == errno.ENOMEM:
-            memory = self.native.counters()
-            return BudgetTooSmall(
-                budget_bytes=memory.budget_bytes,
-                needed_bytes=memory.peak_reserved_bytes,
-                op="an operator whose operands alone pass the budget",
-            )
+            return self.too_small()
         what = f"{format_bytes(trouble.nbytes)} of a tensor"
         place = self._place_of(trouble)
         match trouble.code:

@@ -88,17 +88,14 @@ class CpuTide(Tide):
         if warning and not self._warned:
             self._warned = True
             warnings.warn(f"lowtide: {warning}; keeping the data in memory", RuntimeWarning, stacklevel=4)
+        if isinstance(trouble, BudgetTooSmall):
+            trouble = self._too_small()
         if trouble is not None:
             raise trouble from cause
 
     def _too_small(self) -> BudgetTooSmall:
-        refusal = self._memory.native.last_refusal()
-        needed_bytes = refusal.live_bytes + refusal.requested_bytes
-        if self._trace is not None:
-            needed_bytes = max(needed_bytes, self._trace.floor_bytes())
-        return BudgetTooSmall(
-            budget_bytes=refusal.budget_bytes, needed_bytes=needed_bytes, op=refusal.op or "an operator"
-        )
+        floor_bytes = 0 if self._trace is None else self._trace.floor_bytes()
+        return self._memory.too_small(floor_bytes=floor_bytes, layer=self._recorder.module)
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)

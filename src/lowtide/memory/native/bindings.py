@@ -108,6 +108,15 @@ class Refusal:
     reserved_bytes: int
     budget_bytes: int
     op: str
+    optimizer: str
+
+    @property
+    def what(self) -> str:
+        """What did not fit, in a user's words."""
+        if self.optimizer:
+            owner = self.optimizer.removesuffix(".step")
+            return f"{owner}'s state" if self.op.endswith("_like") else f"{owner}'s update ({self.op})"
+        return self.op or "a tensor made outside of operators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,7 @@ class Native:
         self.trim = waiting("lt_trim", None)
         self.reset_peaks = quick("lt_reset_peaks", None)
         self._counters = quick("lt_counters", None, pointer)
-        self._last_failure = quick("lt_last_failure", None, pointer, ctypes.c_char_p, i64)
+        self._last_failure = quick("lt_last_failure", None, pointer, ctypes.c_char_p, ctypes.c_char_p, i64)
         self._take_interruption = quick("lt_take_interruption", ctypes.py_object)
         self.is_ours = quick("lt_is_ours", integer, pointer)
 
@@ -255,11 +264,16 @@ class Native:
 
     def last_refusal(self) -> Refusal:
         """Return the numbers of the last allocation that failed."""
-        out, op = (ctypes.c_int64 * 4)(), ctypes.create_string_buffer(256)
-        self._last_failure(out, op, 256)
+        out, op, optimizer = (ctypes.c_int64 * 4)(), ctypes.create_string_buffer(256), ctypes.create_string_buffer(256)
+        self._last_failure(out, op, optimizer, 256)
         v = list(out)
         return Refusal(
-            requested_bytes=v[0], live_bytes=v[1], reserved_bytes=v[2], budget_bytes=v[3], op=op.value.decode()
+            requested_bytes=v[0],
+            live_bytes=v[1],
+            reserved_bytes=v[2],
+            budget_bytes=v[3],
+            op=op.value.decode(),
+            optimizer=optimizer.value.decode(),
         )
 
     def take_interruption(self) -> BaseException | None:

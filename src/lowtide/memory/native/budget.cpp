@@ -38,7 +38,7 @@ std::atomic<int> waiters{0};
 
 struct Failure {
   int64_t requested = 0, live = 0, reserved = 0, budget = 0;
-  std::string op;
+  std::string op, optimizer;
 };
 std::mutex failure_mutex;
 Failure last_failure;
@@ -93,12 +93,6 @@ void* try_block(int64_t n, bool large) {
   if (logging.load(std::memory_order_relaxed))
     log_event(fetching_record >= 0 ? Event::kFetchAlloc : Event::kAlloc, header->serial, n, fetching_record);
   return header + 1;
-}
-
-void note_failure(int64_t n) {
-  std::lock_guard<std::mutex> guard(failure_mutex);
-  last_failure = {n, counters.live, counters.reserved, counters.budget, current_op()};
-  ++counters.refused;
 }
 
 // What a signal's handler raised (Ctrl-C, as a rule) while an allocation waited. It cannot pass through C++, and ctypes
@@ -211,7 +205,6 @@ void raise_trouble() {
     trouble = ranges().trouble();
   }
   if (forked || trouble.code == 0) return;
-  if (trouble.code == ENOMEM) ++counters.refused;
   TORCH_CHECK_WITH(
       OutOfMemoryError,
       false,
@@ -291,7 +284,7 @@ void* take_block(int64_t nbytes, Patience patience) {
   if (void* block = try_block(n, large)) return block;
   if (patience == Patience::kRefuse) return nullptr;
   void* block = block_after_making_room(n, large);
-  if (!block) note_failure(n);
+  if (!block) note_refusal(n);
   return block;
 }
 
@@ -365,6 +358,12 @@ void transfer_ended(int64_t bytes) {
 void add_stall_ns(int64_t ns) {
   counters.stall_ns += ns;
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kStall, ns);
+}
+
+void note_refusal(int64_t n) {
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  last_failure = {n, counters.live, counters.reserved, counters.budget, current_op(), current_optimizer()};
+  ++counters.refused;
 }
 
 bool in_forked_child() {
@@ -445,14 +444,15 @@ void lt_counters(int64_t* out) {
   std::memcpy(out, values, sizeof(values));
 }
 
-// Numbers of the last refused allocation; returns the operator's name.
-void lt_last_failure(int64_t* out, char* op, int64_t op_bytes) {
+// Numbers of the last refused allocation; the names of its operator and, if one steps, of its optimizer.
+void lt_last_failure(int64_t* out, char* op, char* optimizer, int64_t name_bytes) {
   std::lock_guard<std::mutex> guard(failure_mutex);
   out[0] = last_failure.requested;
   out[1] = last_failure.live;
   out[2] = last_failure.reserved;
   out[3] = last_failure.budget;
-  std::snprintf(op, op_bytes, "%s", last_failure.op.c_str());
+  std::snprintf(op, name_bytes, "%s", last_failure.op.c_str());
+  std::snprintf(optimizer, name_bytes, "%s", last_failure.optimizer.c_str());
 }
 
 // Take what a signal's handler raised while an allocation waited: the exception, or None.

@@ -47,6 +47,8 @@ void notify_progress();
 void transfer_began(int64_t bytes);
 void transfer_ended(int64_t bytes);
 void add_stall_ns(int64_t ns);
+// Note that `n` bytes did not fit, for whom, and what was in use.
+void note_refusal(int64_t n);
 bool in_forked_child();
 // Take care of our locks when the process forks. The last to register is the first to be locked: whoever locks before the
 // budget does, as the movers do, registers after it.
@@ -110,5 +112,7 @@ struct Range;
 void note_made(Range* range);
 // The outermost operator that runs on this thread, as its caller names it, or "" if operators are not observed.
 const char* current_op();
+// The optimizer whose step runs on this thread, as its range is named, or "".
+const char* current_optimizer();
 
 }  // namespace lowtide

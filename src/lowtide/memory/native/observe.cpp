@@ -340,6 +340,12 @@ const char* current_op() {
   return running.empty() ? "" : running.back();
 }
 
+const char* current_optimizer() {
+  for (const char* name : running)
+    if (std::strncmp(name, "Optimizer.step#", 15) == 0) return name + 15;
+  return "";
+}
+
 }  // namespace lowtide
 
 using namespace lowtide;

@@ -231,6 +231,7 @@ bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bo
       }
       // See Note [Who may wait].
       if (!room && counted.leaving == 0 && counted.arriving == 0) {
+        note_refusal(range->bytes);
         room = pages().take_beyond_budget(range->bytes);
         counted.beyond += range->bytes;
         note_trouble({ENOMEM, false, range->bytes, range->slot.tier});

@@ -127,7 +127,7 @@ class CpuBackend(AskedByAllocator):
         return BudgetTooSmall(
             budget_bytes=refusal.budget_bytes,
             needed_bytes=refusal.live_bytes + refusal.requested_bytes,
-            op=refusal.op or "an operator",
+            op=refusal.what,
             detail=self._last_write_error,
         )
 
