@@ -169,7 +169,7 @@ class RangeMemory:
         return self.native.counters().refusals
 
     def too_small(self, *, floor_bytes: int = 0, layer: str = "") -> BudgetTooSmall:
-        """Return the error for what was refused last; `floor_bytes`: what a recorded step says that it needs at least."""
+        """Return the error for what was refused last; `floor_bytes`: the least that a recorded step needs."""
         refusal = self.native.last_refusal()
         what = f"{refusal.what} of {layer}" if layer and not refusal.optimizer else refusal.what
         return BudgetTooSmall(

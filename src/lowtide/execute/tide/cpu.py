@@ -22,6 +22,7 @@ from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Moved, Traffic, link_seen
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.tide import Tide
+from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.memory.ranges import RangeMemory
 from lowtide.plan.policy import Policy
 from lowtide.residency.range_schedule import RangeSchedule, compile_ranges
@@ -55,11 +56,14 @@ class CpuTide(Tide):
         self._step_stall_s = 0.0
         self._peaks = (0, 0)
         self._warned = False
+        # What the tensors of a slice take is pinned by its operators, beside everything else that is.
+        self._slices = SlicedUpdates(slice_bytes=budget_bytes // 8)
         try:
             memory.open(budget_bytes)
         except BaseException:
             memory.close()
             raise
+        self._slices.on()
         self._static_bytes = memory.held_bytes()
         self._opened()
 
@@ -269,6 +273,7 @@ class CpuTide(Tide):
     def _let_go(self, *, bring_back: bool) -> None:
         del bring_back  # parameters are among what is away: the program has them in any case
         self._recorder.cancel()
+        self._slices.off()
         self._memory.close()
 
     def _exit(self) -> None:

@@ -204,7 +204,7 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   int64_t list_bytes = 0;
   for (const Operand& operand : listed) list_bytes += operand.range->bytes;
   int64_t budget = counters.budget.load(std::memory_order_relaxed);
-  if (!budget || list_bytes <= budget / 4 || facts.goes_on) single.insert(single.end(), listed.begin(), listed.end());
+  if (!budget || list_bytes <= budget / 2 || facts.goes_on) single.insert(single.end(), listed.begin(), listed.end());
   if (single.empty()) return;
   ++all.counted.touches;
   for (const Operand& operand : single) {

@@ -13,6 +13,7 @@ namespace lowtide {
 namespace {
 
 constexpr int64_t kChunk = 8 << 20;
+constexpr int64_t kGrace = 4;  // the last touches that may not be undone; see Note [Grace]
 
 }  // namespace
 
@@ -361,6 +362,9 @@ Range* Ranges::victim() const {
   int64_t furthest = -1;
   const Schedule& plan = schedule();
   for (Range* range : by_age_) {
+    // Note [Grace]: what was touched last may be what an instruction is about to use, with others that are still away. If
+    // that left again to make room for them, neither would ever be done.
+    if (clock - range->last_touch < kGrace) break;
     if (!may_leave(range)) continue;
     if (!plan.following()) return range;  // the least recently touched
     int64_t next = plan.next_use(range);

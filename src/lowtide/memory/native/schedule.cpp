@@ -136,7 +136,7 @@ int64_t Schedule::next_use(const Range* range) const {
   constexpr int64_t kNever = INT64_MAX;
   if (range->storage < 0) return kNever - 1;  // not of the plan: nothing is known of its use
   const auto& uses = plan_->uses[range->storage];
-  auto found = std::upper_bound(uses.begin(), uses.end(), cursor_);
+  auto found = std::lower_bound(uses.begin(), uses.end(), cursor_);  // an operator that runs uses it still
   if (found != uses.end()) return *found - cursor_;
   return uses.empty() ? kNever : uses.front() + static_cast<int64_t>(plan_->names.size()) - cursor_;
 }

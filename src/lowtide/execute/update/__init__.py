@@ -1,0 +1,1 @@
+"""Optimizer steps whose tensors do not all fit."""
