@@ -10,7 +10,7 @@ from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.mix import Dropping
 from lowtide.plan.compose import compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
 
 
 class DropAll:
@@ -18,7 +18,7 @@ class DropAll:
 
     name = "drop_all"
     summary = "drops all it can"
-    recomputes = True
+    about = About(family=Family.RECOMPUTE, runs=(Runs.REAL,), recomputes=True)
 
     def __init__(self, *, once: bool) -> None:
         self._once = once

@@ -19,7 +19,7 @@ from lowtide.plan.policies.dtr import Dtr
 from lowtide.plan.policies.keep_all import KeepAll
 from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
-from lowtide.plan.policy import Policy, View, until_covered
+from lowtide.plan.policy import About, Family, Policy, Runs, View, until_covered
 from lowtide.simulate import simulate
 from lowtide.simulate.view import DroppingView
 from lowtide.testing.traces import chain_trace, machine_of, problems
@@ -35,7 +35,7 @@ class Dropper:
 
     name = "dropper"
     summary = "drops the oldest"
-    recompute_victims = True
+    about = About(family=Family.RECOMPUTE, runs=(Runs.SIMULATED,), discards_victims=True)
 
     def __init__(self) -> None:
         self.costs: list[tuple[int, float, float]] = []

@@ -37,12 +37,20 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """Where a policy comes from. `reconstructed` says what its paper leaves open and was filled in here."""
+    """What a policy says of itself: where it comes from, and what it asks of those that execute and judge it.
+
+    `reconstructed`: what its paper leaves open and was filled in here. `adapts`: it leaves alone what fits (False: it
+    moves things whatever the budget is). `recomputes`: its plans run operators again, where nobody forbids it.
+    `discards_victims`: what it gives up when memory runs out is not written but made again.
+    """
 
     family: Family
     runs: tuple[Runs, ...]
     paper: str = ""
     reconstructed: str = ""
+    adapts: bool = True
+    recomputes: bool = False
+    discards_victims: bool = False
 
 
 class View(Protocol):
@@ -104,6 +112,11 @@ class Policy(Protocol):
     @property
     def summary(self) -> str:
         """One line for listings."""
+        ...
+
+    @property
+    def about(self) -> About:
+        """What the policy says of itself."""
         ...
 
     def plan(self, problem: Problem) -> Plan:

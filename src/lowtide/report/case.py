@@ -116,10 +116,8 @@ def budget_of(text: str, *, static_bytes: int, peak_bytes: int) -> int:
 
 
 def _ignores_budget(policy: Policy, plan: Plan) -> bool:
-    about = getattr(policy, "about", None)
     return (
-        about is not None
-        and set(about.runs) == {Runs.MODEL}
+        set(policy.about.runs) == {Runs.MODEL}
         and plan.prediction is not None
         and plan.prediction.peak_bytes > plan.budget_bytes
     )

@@ -74,14 +74,14 @@ def _policy(name: str) -> dict[str, Any]:
         policy = registry.policy(name)
     except LowtideError:  # a comparison may name a policy that is not installed here
         return {"name": name, "summary": "not installed here", "family": "", "runs": [], "paper": "", "filled_in": ""}
-    about = getattr(policy, "about", None)
+    about = policy.about
     return {
         "name": name,
         "summary": policy.summary,
-        "family": about.family.value if about else "",
-        "runs": [each.value for each in about.runs] if about else [],
-        "paper": about.paper if about else "",
-        "filled_in": about.reconstructed if about else "",
+        "family": about.family.value,
+        "runs": [each.value for each in about.runs],
+        "paper": about.paper,
+        "filled_in": about.reconstructed,
     }
 
 

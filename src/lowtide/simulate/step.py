@@ -38,7 +38,7 @@ def simulate(
 ) -> Timeline:
     """Return the step of `problem` under a plan (None: no plan, and no knowledge of what comes).
 
-    `policy` chooses victims where memory runs out all the same; those of a policy with `recompute_victims` are dropped
+    `policy` chooses victims where memory runs out all the same; those of a policy that `discards_victims` are dropped
     and made again. `allocator` names a model of `lowtide.estimate.predictors.allocators` for `reserved_peak_bytes`.
     `strict` checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
     """
@@ -65,7 +65,7 @@ class _Step:
         self.ops = trace.ops
         self.agenda = Agenda(problem, plan)
         self.records = self.agenda.records
-        self.discards = problem.can_recompute and bool(getattr(policy, "recompute_victims", False))
+        self.discards = problem.can_recompute and policy is not None and policy.about.discards_victims
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
         self.watch_s = problem.watch_s / max(1, len(self.ops)) if remakes else 0.0

@@ -44,7 +44,7 @@ def simulated_steps(problem: Problem, policy: Policy, plan: Plan, *, may_refuse:
     A step may be missing where the budget is refused to it: if the policy says that it gives up nothing (`may_refuse`),
     or drops what it gives up, since making that again takes memory. Whoever swaps runs from the floor on.
     """
-    drops = problem.can_recompute and bool(getattr(policy, "recompute_victims", False))
+    drops = problem.can_recompute and policy.about.discards_victims
     found = []
     for one in (None, plan):
         try:

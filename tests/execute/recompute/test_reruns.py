@@ -15,7 +15,7 @@ from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.compose import compose
-from lowtide.plan.policy import View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.views.lineage import Lineage
 from lowtide.simulate import simulate
 
@@ -28,7 +28,7 @@ class SwapFirstDropSecond:
 
     name = "swap_first_drop_second"
     summary = "swaps one, drops another that is made from it"
-    recomputes = True
+    about = About(family=Family.RECOMPUTE, runs=(Runs.REAL,), recomputes=True)
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""

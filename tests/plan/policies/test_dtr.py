@@ -133,8 +133,8 @@ def test_a_budget_that_dropping_cannot_meet_is_refused_with_numbers() -> None:
 
 
 def test_it_declares_that_it_recomputes() -> None:
-    assert Dtr.recompute_victims
-    assert Dtr.recomputes
+    assert Dtr.about.discards_victims
+    assert Dtr.about.recomputes
     assert Dtr.about.family is Family.RECOMPUTE
     assert Dtr.about.runs == (Runs.REAL, Runs.SIMULATED)
     trace = chain_trace(3)

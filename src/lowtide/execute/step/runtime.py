@@ -66,7 +66,7 @@ class Runtime(Driver):
         with self._lock:
             self._settle()
             self.machine.begin_step()
-            self.machine.discards = self._remakes and bool(getattr(self._policy, "recompute_victims", False))
+            self.machine.discards = self._remakes and self._policy.about.discards_victims
             self._key_of.clear()
             self._next_key = 0
             self._follow(self.matcher.begin() is not None)

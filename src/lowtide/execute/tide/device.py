@@ -62,7 +62,7 @@ class DeviceTide(Tide):
         self._policy = policy
         try:
             if recompute is None:
-                recompute = bool(getattr(self._policy, "recomputes", False))
+                recompute = self._policy.about.recomputes
             # What is worth moving depends on the budget: a small model under a small one works as a large one does.
             self._least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
             self._runtime = Runtime(

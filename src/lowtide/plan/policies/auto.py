@@ -38,7 +38,6 @@ class Auto:
 
     name = "auto"
     summary = "swaps the gaps whose transfers hide best and leaves alone what fits (the default)"
-    adapts = True
     about = About(family=Family.JOINT, runs=(Runs.REAL, Runs.SIMULATED))
 
     def plan(self, problem: Problem) -> Plan:

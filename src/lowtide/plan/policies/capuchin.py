@@ -46,8 +46,6 @@ class Capuchin:
 
     name = "capuchin"
     summary = "Capuchin: swaps what hides behind its gap, recomputes what is cheaper, learns when to fetch"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -57,6 +55,7 @@ class Capuchin:
             "is read too early for the window counts as the time it is off instead of being rejected; "
             "a read is triggered no earlier than it fits; recomputation that does not fit turns into swaps"
         ),
+        recomputes=True,
     )
 
     def plan(self, problem: Problem) -> Plan:

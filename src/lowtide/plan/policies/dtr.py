@@ -38,9 +38,6 @@ class Dtr:
 
     name = "dtr"
     summary = "DTR: when memory runs out, drops what is cheap to make again, large and stale"
-    adapts = True
-    recomputes = True
-    recompute_victims = True
     about = About(
         family=Family.RECOMPUTE,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -50,6 +47,8 @@ class Dtr:
             "the runtime, neighbourhoods are the paper's approximation with union-find, and steps that are recorded "
             "swap; where the executor cannot run operators again, victims are swapped and all cost the same"
         ),
+        recomputes=True,
+        discards_victims=True,
     )
 
     def __init__(self, *, heuristic: str = "dtr") -> None:

@@ -41,8 +41,6 @@ class Pooch:
 
     name = "pooch"
     summary = "PoocH: searches for what to swap, keep and recompute by predicted time"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -51,6 +49,7 @@ class Pooch:
             f"the exhaustive part looks at {EXHAUSTIVE_MAPS} maps; the greedy parts try maps in the order of what "
             "could be gained at most and take each that helps; keeping the latest maps that fit competes"
         ),
+        recomputes=True,
     )
 
     def plan(self, problem: Problem) -> Plan:

@@ -39,8 +39,6 @@ class SuperNeurons:
 
     name = "superneurons"
     summary = "SuperNeurons: recomputes cheap layers, evicts the least recently used checkpoint on demand"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -49,6 +47,7 @@ class SuperNeurons:
             "nothing is dropped while the step fits; a plan that does not fit gives up speed-centric segments first, "
             "then recomputation; workspaces are part of the recorded operators"
         ),
+        recomputes=True,
     )
 
     def __init__(self, *, recompute: bool = True) -> None:

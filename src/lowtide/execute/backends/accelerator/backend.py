@@ -37,7 +37,7 @@ from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes
 from lowtide.residency.machine import Residence
-from lowtide.tiers.medium import Medium, figures_of
+from lowtide.tiers.medium import Medium
 from lowtide.tiers.store import ThreadStore
 
 
@@ -118,7 +118,7 @@ class AcceleratorBackend(Remaking):
             "host_peak_bytes": self._host.pool.peak_bytes,
             "disk_written_bytes": self._host.store.written_bytes,
             "disk_read_bytes": self._host.store.read_bytes,
-            **figures_of(self._host.store.medium),
+            **self._host.store.medium.figures(),
         }
 
     def expect(self, need_bytes: int | None) -> None:

@@ -23,7 +23,7 @@ from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.tiers.extents import Extent, Extents
-from lowtide.tiers.medium import Medium, figures_of
+from lowtide.tiers.medium import Medium
 
 _WAIT_MS = 200  # how often a wait looks up to let Ctrl-C through
 
@@ -50,15 +50,16 @@ class CpuBackend(AskedByAllocator):
         self._opened = False
         self._stall_before_s = 0.0
         self._peaks = (0, 0)  # live and reserved, before the step that runs
-        fds = getattr(medium, "fds", None)
-        started = self._native.mover_start(
-            fds=fds or (),
-            stripe_bytes=getattr(medium, "stripe_bytes", 8 << 20),
-            direct=bool(getattr(medium, "direct", False)),
-            verify=verify,
-            threads=threads,
-            medium=None if fds else self._call_medium,
-        )
+        if (files := medium.files) is None:
+            started = self._native.mover_start(verify=verify, threads=threads, medium=self._call_medium)
+        else:
+            started = self._native.mover_start(
+                fds=files.fds,
+                stripe_bytes=files.stripe_bytes,
+                direct=files.direct,
+                verify=verify,
+                threads=threads,
+            )
         if not started:
             raise BadArgument("another tide is open in this process: close it before opening a second one")
 
@@ -117,7 +118,7 @@ class CpuBackend(AskedByAllocator):
 
     def figures(self) -> dict[str, object]:
         """Return the peak of the step that ran last, or runs, and what the medium counts."""
-        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes, **figures_of(self._medium)}
+        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes, **self._medium.figures()}
 
     def too_small(self) -> BaseException:
         interruption = self._native.take_interruption()
