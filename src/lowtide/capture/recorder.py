@@ -16,7 +16,15 @@ from lowtide.core.log import Log
 from lowtide.core.trace import Kind
 
 
-class Observation(Protocol):
+class Serials(Protocol):
+    """Numbers for the storages of a log."""
+
+    def serial_of(self, tensor: torch.Tensor) -> int:
+        """Return the number under which the log knows a tensor's storage."""
+        ...
+
+
+class Observation(Serials, Protocol):
     """What writes the log of a step."""
 
     @property
@@ -38,10 +46,6 @@ class Observation(Protocol):
 
     def mark_module(self, name: str) -> None:
         """Log that this module's operators follow."""
-        ...
-
-    def serial_of(self, tensor: torch.Tensor) -> int:
-        """Return the number under which the log knows a tensor's storage."""
         ...
 
 

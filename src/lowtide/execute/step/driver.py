@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lowtide.errors import SpillFull
-from lowtide.execute.backends.protocol import Backend
+from lowtide.execute.backends.protocol import Transfers
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
@@ -26,7 +26,7 @@ from lowtide.residency.view import DroppingView
 class Driver(ABC):
     """Brings the machine and the backend together, for one caller and for every thread that allocates."""
 
-    def __init__(self, backend: Backend, policy: Policy, *, strict: bool) -> None:
+    def __init__(self, backend: Transfers, policy: Policy, *, strict: bool) -> None:
         self.backend = backend
         self.machine = Residency(self._victims)
         self.remaker: Remaker | None = None

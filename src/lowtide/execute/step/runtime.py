@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.autograd.gradients import Gradients
 from lowtide.autograd.kept import KeptTensor, is_parameter
-from lowtide.execute.backends.protocol import Backend, Packed
+from lowtide.execute.backends.protocol import Packed, StepMemory
 from lowtide.execute.recompute.modes import can_watch
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.execute.step.driver import Driver
@@ -34,8 +34,10 @@ _LEAST_WAIT_S = 1e-4
 class Runtime(Driver):
     """Keeps saved tensors inside the backend's budget, one step after the other."""
 
+    backend: StepMemory
+
     def __init__(
-        self, backend: Backend, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
+        self, backend: StepMemory, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
     ) -> None:
         super().__init__(backend, policy, strict=strict)
         self.matcher = Matcher()
