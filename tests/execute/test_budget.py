@@ -207,7 +207,7 @@ def test_less_than_the_floor_is_refused_with_the_operator_and_its_bytes(
 def test_a_budget_below_what_exists_already_is_refused_before_the_first_step(tmp_path: Path) -> None:
     training = Training()
     held = other_bytes()
-    with pytest.raises(lowtide.BudgetTooSmall, match="exist already") as raised:
+    with pytest.raises(lowtide.BudgetTooSmall, match="that exist take that much already") as raised:
         lowtide.fit(training.model, budget=held - 1, spill=tmp_path)
     assert raised.value.needed_bytes == held
     assert list(tmp_path.iterdir()) == []

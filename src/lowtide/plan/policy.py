@@ -137,6 +137,11 @@ class Observes(Protocol):
         ...
 
 
+def revised(policy: Policy, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+    """Return the plan for the step after `timeline`: another one only where the policy observes and wants that."""
+    return policy.observe(problem, plan, timeline) if isinstance(policy, Observes) else plan
+
+
 def until_covered(records: Iterable[int], view: View, need_bytes: int) -> Iterator[int]:
     """Yield from `records`, in their order, until their bytes cover `need_bytes`."""
     for record in records:

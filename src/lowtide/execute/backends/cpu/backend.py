@@ -13,10 +13,11 @@ import torch
 
 from lowtide.core.log import Log
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
+from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull, static_too_large
 from lowtide.estimate.traffic import Moved, Traffic
 from lowtide.execute.backends.cpu.foreign import Foreign
 from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Packed, Usage
+from lowtide.execute.backends.records import bring_back_each
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.native import load
@@ -75,12 +76,7 @@ class CpuBackend(AskedByAllocator):
         self._stall_before_s = self._native.counters().stall_s
         static_bytes = self._native.counters().live_bytes
         if static_bytes > budget_bytes:
-            raise BudgetTooSmall(
-                budget_bytes=budget_bytes,
-                needed_bytes=static_bytes,
-                op="the first step",
-                detail="the tensors that exist already take that much",
-            )
+            raise static_too_large(budget_bytes=budget_bytes, static_bytes=static_bytes)
         self._native.set_budget(budget_bytes)
         self._native.set_pressure(on_pressure)
 
@@ -381,16 +377,13 @@ class CpuBackend(AskedByAllocator):
 
     def _bring_back_all(self) -> None:
         """Fetch what a graph that is still alive may ask for later: after this nothing is on the tier."""
-        failure: SpillError | None = None
-        for record in list(self._extent_of):
+
+        def bring_back(record: int) -> None:
             if self._native.record_state(record) == State.LEAVING:
                 self._native.record_keep(record)
                 self.wait(record)
             if self._native.record_state(record) in (State.AWAY, State.ARRIVING):
                 self._native.record_fetch(record)
-                try:
-                    self.wait(record)
-                except SpillError as error:
-                    failure = error
-        if failure is not None:
-            raise failure
+                self.wait(record)
+
+        bring_back_each(list(self._extent_of), bring_back)
