@@ -45,7 +45,7 @@ OUTSIDE: dict[str, dict[str, str]] = {
     "runs at every budget from the floor on": {
         "keep_all": KEEPS,
         "infinite_memory": KEEPS,
-        "dtr": "drops only what can be made again, and making it again takes memory: it may need more than the floor",
+        "dtr": "discards only what can be made again, and making it takes memory: it may need more than the floor",
     },
     "moves nothing where everything fits": dict.fromkeys(
         ("dymem", "layrub", "swap_all", "vdnn_all", "vdnn_conv"), WHATEVER

@@ -40,7 +40,7 @@ class Observation(Serials, Protocol):
         """Stop the log and return it (None: the step was too long to log)."""
         ...
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         """Stop the log and forget it."""
         ...
 
@@ -101,7 +101,7 @@ class Recorder:
     def cancel(self) -> None:
         """Stop, and forget what was recorded."""
         if self.recording:
-            self._observation.drop_log()
+            self._observation.forget_log()
         self._unhook()
 
     def _unhook(self) -> None:

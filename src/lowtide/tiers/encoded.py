@@ -51,7 +51,7 @@ class Encoded(Wrapper):
             check_lossless(codec)
         if medium.lossy:
             raise BadArgument(
-                f"tier '{medium.name}' does not keep what it is given, so nothing could be decoded: drop the codec"
+                f"tier '{medium.name}' does not keep what it is given, so nothing could be decoded: leave the codec out"
             )
         super().__init__(medium)
         self._codecs = tuple(codecs)

@@ -150,7 +150,7 @@ class Transfers(Protocol):
         """Keep a leaving record; False if it has left already."""
         ...
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         """Give up a clean record's fast bytes; False if it cannot be moved now."""
         ...
 

@@ -126,9 +126,9 @@ class Runtime(Driver):
         if not planned or plan is None:
             self.machine.react()
         elif self._remakes:
-            self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, dropped=plan.dropped))
+            self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, discarded=plan.discarded))
         else:
-            self._run(self.machine.follow(swapped=plan.swapped | plan.dropped, uses=plan.uses))
+            self._run(self.machine.follow(swapped=plan.swapped | plan.discarded, uses=plan.uses))
 
     def _wanted_calls(self) -> Collection[int] | None:
         """Return the calls of this step that are to be remembered (None: all, since any may have to run again)."""
@@ -340,11 +340,11 @@ class Runtime(Driver):
             self._run(self.machine.on(e.Due(turn.due)))
         return self.machine.moving(turn.awaited) if turn.awaited else []
 
-    def _leave(self, swapped: tuple[int, ...], dropped: tuple[int, ...]) -> None:
+    def _leave(self, swapped: tuple[int, ...], discarded: tuple[int, ...]) -> None:
         if swapped:
             self._run(self.machine.on(e.Leave(swapped)))
-        if dropped:
-            self._run(self.machine.on(e.Leave(dropped, drop=self._remakes)))
+        if discarded:
+            self._run(self.machine.on(e.Leave(discarded, discard=self._remakes)))
 
     def _leave_early(self) -> None:
         """Send away what the plan does at the next event: it may have wanted that before the operator that runs now."""

@@ -56,7 +56,7 @@ class Auto:
         search = Search(problem, facts)
         search.swap()
         if problem.can_recompute and not search.settled():
-            search.drop()
+            search.discard()
         if not search.settled():
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)

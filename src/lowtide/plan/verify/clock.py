@@ -93,7 +93,7 @@ class _Agenda:
     fetch: list[_Trip] = field(default_factory=list)
     due: list[_Trip] = field(default_factory=list)
     barred: list[_Trip] = field(default_factory=list)
-    drop: list[Gap] = field(default_factory=list)
+    discard: list[Gap] = field(default_factory=list)
     made: list[Gap] = field(default_factory=list)
     unpacked: list[int] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class _Replay:
         self.incoming: deque[_Trip] = deque()
         self.flying: deque[_Trip] = deque()
         self.gone: dict[int, _Trip] = {}
-        self.dropped: set[int] = set()
+        self.discarded: set[int] = set()
         self.away_bytes = 0
         self.op = -1
         self.clock_s = 0.0
@@ -136,7 +136,7 @@ class _Replay:
                 absent[index] += trip.nbytes
             for trip in agenda.due:
                 absent[index] -= trip.nbytes
-            absent[index] += sum(self.trace.storages[gap.storage].nbytes for gap in agenda.drop)
+            absent[index] += sum(self.trace.storages[gap.storage].nbytes for gap in agenda.discard)
             absent[index] -= sum(self.trace.storages[gap.storage].nbytes for gap in agenda.made)
         return np.array(self.high, dtype=np.int64) - np.cumsum(absent)[: len(self.high)]
 
@@ -178,8 +178,8 @@ class _Replay:
     def _check_operands(self, storages: tuple[int, ...]) -> None:
         """Check V5 for the operator that begins."""
         for storage in storages:
-            if storage in self.gone or storage in self.dropped:
-                state = self.gone[storage].where.value if storage in self.gone else "it was dropped"
+            if storage in self.gone or storage in self.discarded:
+                state = self.gone[storage].where.value if storage in self.gone else "it was discarded"
                 raise PlanError(
                     f"V5: operator {self.op} '{self.trace.ops[self.op].name}' needs storage {storage}, "
                     f"which is not in memory ({state})"
@@ -210,10 +210,10 @@ class _Replay:
             self.incoming.append(trip)
         # What is made again counts from here on: `high` has the moments at which it is still missing.
         for gap in agenda.made:
-            self.dropped.remove(gap.storage)
+            self.discarded.remove(gap.storage)
             self.away_bytes -= self.trace.storages[gap.storage].nbytes
-        for gap in agenda.drop:
-            self.dropped.add(gap.storage)
+        for gap in agenda.discard:
+            self.discarded.add(gap.storage)
             self.away_bytes += self.trace.storages[gap.storage].nbytes
 
     def _settle(self, until_s: float) -> None:
@@ -332,7 +332,7 @@ def _agendas(plan: Plan, trips: list[_Trip], trace: Trace) -> dict[int, _Agenda]
         if trip.swap.landed_op is not None:
             agendas[trip.swap.landed_op].barred.append(trip)
     for one in plan.recomputes:
-        agendas[one.gap.after_op].drop.append(one.gap)
+        agendas[one.gap.after_op].discard.append(one.gap)
         agendas[one.gap.before_op].made.append(one.gap)
     for save in trace.saves:
         for use in save.uses:

@@ -205,7 +205,7 @@ def test_the_trace_of_a_chain_is_what_its_code_says(tmp_path: Path) -> None:
 
 
 def recorded_chain(x: Tensor, *, budget_bytes: int, spill: Path) -> tuple[int, list[int], object]:
-    """Record a step with a graph that is dropped and one that is run; return bytes moved, the curve and the saves."""
+    """Record a step with a graph that is let go of and one that is run; return bytes moved, the curve and the saves."""
     with lowtide.fit(budget=budget_bytes, spill=spill, policy="lru") as tide:
         with tide.step():
             chain(x, 8)
@@ -464,9 +464,9 @@ def test_a_record_leaves_and_comes_back_with_its_bytes(backend: AdvisoryBackend)
     got = backend.tensor(pack, torch.float32)
     assert got is not None
     assert torch.equal(got, expected)
-    assert not backend.drop(record), "it is in use"
+    assert not backend.release(record), "it is in use"
     del got
-    assert not backend.drop(record), "it was handed out: what the tier holds counts for nothing"
+    assert not backend.release(record), "it was handed out: what the tier holds counts for nothing"
     assert backend.write(record, 4000)
     backend.wait(record)
     assert backend.events() == [Written(record, resident=False)]

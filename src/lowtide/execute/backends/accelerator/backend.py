@@ -192,9 +192,9 @@ class AcceleratorBackend(Remaking):
 
     def fetch(self, record: int) -> None:
         found = self._records.get(record)
-        if found is None or found.state not in (Residence.AWAY, Residence.DROPPED):
+        if found is None or found.state not in (Residence.AWAY, Residence.DISCARDED):
             return
-        if not self._is_open or found.state is Residence.DROPPED:
+        if not self._is_open or found.state is Residence.DISCARDED:
             raise self._read_error(found, SpillError(errno.ESTALE, "the tide was closed before backward ran"))
         if not self.make_room(found.nbytes):
             self.refusal("the copy of a saved tensor back to the device", found.nbytes)
@@ -257,7 +257,7 @@ class AcceleratorBackend(Remaking):
         self.rest()
         return None if self._taken is None else self._taken.take()
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         if self._guard.log is not None:
             self._guard.log.close()
         self._guard.log = None

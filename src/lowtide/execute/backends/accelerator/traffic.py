@@ -265,7 +265,7 @@ class Traffic:
             found = self._records.get(record)
             return found is None or found.keep()
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
             if found is None or not found.may_be_released():

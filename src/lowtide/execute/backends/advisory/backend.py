@@ -240,7 +240,7 @@ class AdvisoryBackend(AskedByAllocator):
             found = self._records.get(record)
             return found is None or found.keep()
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
             if found is None or not found.may_be_released():
@@ -346,7 +346,7 @@ class AdvisoryBackend(AskedByAllocator):
     def take_log(self) -> Log | None:
         return self._log.take()
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         self._log.take()
 
     def mark_unpack(self, pack: int) -> None:

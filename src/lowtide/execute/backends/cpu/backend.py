@@ -221,7 +221,7 @@ class CpuBackend(AskedByAllocator):
     def keep(self, record: int) -> bool:
         return self._native.record_keep(record) != State.AWAY
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         return self._native.record_drop(record) > 0
 
     def prefetch(self, record: int) -> bool:
@@ -340,7 +340,7 @@ class CpuBackend(AskedByAllocator):
         entries = self._native.log_stop()
         return None if entries is None else Log(entries=entries, names=self._native.names())
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         self._native.log_drop()
 
     def mark_unpack(self, pack: int) -> None:
