@@ -175,7 +175,7 @@ class OneBlockAhead:
         view.set_(slot.storage, saved.offset, saved.size, saved.stride)
         slot.uses -= 1
         if slot.uses == 0:
-            slot.storage = None  # autograd drops the view when its operator has run
+            slot.storage = None  # autograd lets go of the view when its operator has run
         return view
 
     def _fetch(self, block: int) -> None:

@@ -14,7 +14,7 @@ LEAST_HIDDEN = 0.85
 MOST_RATIO = 1.10
 MOST_OVER_BOUND = 1.10
 OFFLOAD_RIVALS = ("save_on_cpu", "one_block_ahead")
-# It drops strides: what was saved as a view or channels-last comes back contiguous, and other kernels round otherwise.
+# It loses strides: what was saved as a view or channels-last comes back contiguous, and other kernels round otherwise.
 _MAY_DIFFER = ("save_on_cpu",)
 
 

@@ -113,12 +113,12 @@ class TransformerBlock(nn.Module):
         q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
         chance = self.dropout if self.training else 0.0
         y = functional.scaled_dot_product_attention(q, k, v, dropout_p=chance, is_causal=self.causal)
-        return self._drop(self.projection(y.transpose(1, 2).reshape(batch, tokens, width)))
+        return self._thinned(self.projection(y.transpose(1, 2).reshape(batch, tokens, width)))
 
     def _feed(self, x: Tensor) -> Tensor:
-        return self._drop(self.narrow(functional.gelu(self.widen(x))))
+        return self._thinned(self.narrow(functional.gelu(self.widen(x))))
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _thinned(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def forward(self, x: Tensor) -> Tensor:

@@ -46,6 +46,17 @@ def _rebuild_budget_too_small(
     return BudgetTooSmall(budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail, device=device)
 
 
+def static_too_large(*, budget_bytes: int, static_bytes: int, device: str = "") -> BudgetTooSmall:
+    """Return the error for a budget that is passed before the first step."""
+    return BudgetTooSmall(
+        budget_bytes=budget_bytes,
+        needed_bytes=static_bytes,
+        op="the first step",
+        detail=f"the tensors {'there' if device else 'that exist'} take that much already",
+        device=device,
+    )
+
+
 class SpillError(LowtideError, OSError):
     """A tier could not take or return bytes."""
 

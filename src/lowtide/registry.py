@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import Policy
+from lowtide.plan.policy import About, Policy
 
 POLICY_GROUP = "lowtide.policies"
 
@@ -84,8 +84,9 @@ def _as_policy(found: object, *, origin: str) -> Policy:
             found = found()
         except TypeError as error:
             raise BadArgument(f"{origin} cannot be called without arguments to make a policy: {error}") from error
-    if not isinstance(found, Policy):
+    if not isinstance(found, Policy) or not isinstance(found.about, About):
         raise BadArgument(
-            f"{origin} is not a policy: it needs name, summary, plan(problem) and victims(view, need_bytes)"
+            f"{origin} is not a policy: it needs name, summary, about, plan(problem) and victims(view, need_bytes); "
+            "`about` is a lowtide.plan.policy.About, as in About(family=Family.SWAP_OUT, runs=(Runs.REAL,))"
         )
     return found

@@ -13,7 +13,7 @@ from torch import multiprocessing as mp
 from lowtide.plan.policy import Policy
 from tests import models
 from tests.accelerator.devices import IS_EMULATED
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_EMULATED, reason="needs two devices: emulated here")]
 
@@ -38,7 +38,7 @@ def wrap(model: nn.Module, kind: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def work(rank: int, kind: str, directory: str, share: float | None, drops: bool = False) -> None:
+def work(rank: int, kind: str, directory: str, share: float | None, discards: bool = False) -> None:
     """One process: half of each batch, inside a share of what activations add (None: without Lowtide)."""
     import lowtide
     import lowtide.emulator
@@ -66,7 +66,7 @@ def work(rank: int, kind: str, directory: str, share: float | None, drops: bool 
     else:
         static_bytes, peak_bytes = torch.load(needs)
         budget = {"sim:0": int(static_bytes + share * (peak_bytes - static_bytes))}
-        policy: str | Policy = DropAll(once=True) if drops else "auto"
+        policy: str | Policy = DiscardAll(once=True) if discards else "auto"
         with lowtide.fit(model, optimizer, budget=budget, spill=directory, policy=policy) as tide:
             for index in range(STEPS):
                 with tide.step():
@@ -74,7 +74,7 @@ def work(rank: int, kind: str, directory: str, share: float | None, drops: bool 
             stats = tide.stats()
         assert int(str(stats["peak_bytes"])) <= budget["sim:0"]
         assert int(str(stats["swapped_out_bytes"])) > 0
-        assert not drops or int(str(stats["recomputed_ops"])) > 0
+        assert not discards or int(str(stats["recomputed_ops"])) > 0
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     torch.save([p.detach().cpu() for p in full], Path(directory) / f"parameters{rank}{share}")
     dist.barrier()
@@ -83,24 +83,24 @@ def work(rank: int, kind: str, directory: str, share: float | None, drops: bool 
 
 REBUILDS = pytest.mark.xfail(
     reason="DDP lays its buckets out anew in the second step, by calls that no later step has: the plan made from that "
-    "step numbers calls otherwise, so what it would drop is swapped (docs/limits.md)",
+    "step numbers calls otherwise, so what it would discard is swapped (docs/limits.md)",
     strict=True,
 )
 
 
 @pytest.mark.parametrize(
-    ("kind", "drops"),
+    ("kind", "discards"),
     [
         pytest.param("ddp", False, id="ddp-swaps"),
         pytest.param("fsdp2", False, id="fsdp2-swaps"),
-        pytest.param("ddp", True, id="ddp-drops", marks=REBUILDS),
-        pytest.param("fsdp2", True, id="fsdp2-drops"),
+        pytest.param("ddp", True, id="ddp-discards", marks=REBUILDS),
+        pytest.param("fsdp2", True, id="fsdp2-discards"),
     ],
 )
-def test_two_processes_train_exactly_inside_a_budget_each(tmp_path: Path, kind: str, drops: bool) -> None:
+def test_two_processes_train_exactly_inside_a_budget_each(tmp_path: Path, kind: str, discards: bool) -> None:
     """Parameters that FSDP gives up between forward and backward are what some activations would be made from."""
     for share in (None, 0.6):
-        mp.spawn(work, args=(kind, str(tmp_path), share, drops), nprocs=RANKS)
+        mp.spawn(work, args=(kind, str(tmp_path), share, discards), nprocs=RANKS)
     for rank in range(RANKS):
         stock, managed = (torch.load(tmp_path / f"parameters{rank}{share}") for share in (None, 0.6))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(managed, stock, strict=True))

@@ -115,14 +115,14 @@ def back_before_it_is_out(stage: Stage) -> bool:
         return bool((stage.fetch(pack, record) == 2.0).all())
 
 
-def dropped_before_it_arrived(stage: Stage) -> bool:
+def released_before_it_arrived(stage: Stage) -> bool:
     """A prefetched record whose block is taken back while the copy into it is under way."""
     pack, record = stage.save(4.0)
     stage.write(record)
     torch.accelerator.synchronize()
     stage.backend.events()
     assert stage.backend.prefetch(record)
-    assert stage.backend.drop(record)
+    assert stage.backend.release(record)
     other = torch.full((COUNT,), 6.0, device=stage.device)
     intact = bool((other == 6.0).all())
     return intact and bool((stage.fetch(pack, record) == 4.0).all())
@@ -282,7 +282,7 @@ Scene = Callable[[Stage], bool]
 # For each rule, the scenes that need it.
 SCENES: dict[str, tuple[Scene, ...]] = {
     "copy_out_after_compute": (copied_out_while_computing,),
-    "free_after_copy": (copied_out_while_computing, dropped_before_it_arrived, discarded_before_it_arrived),
+    "free_after_copy": (copied_out_while_computing, released_before_it_arrived, discarded_before_it_arrived),
     "copy_back_after_compute": (back_into_a_busy_block,),
     "copy_back_after_copy_out": (back_before_it_is_out,),
     "use_after_copy_back": (back_into_a_busy_block, back_before_it_is_out),

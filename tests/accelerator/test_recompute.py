@@ -11,7 +11,7 @@ from lowtide.plan.policy import Policy
 from tests.accelerator.devices import IS_EMULATED
 from tests.accelerator.harness import Outcome, need, pressed, stock
 from tests.accelerator.workloads import WORKLOADS
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 from tests.bitwise.record import assert_identical
 from tests.bitwise.test_recompute import ALWAYS_RECORDED, NOTHING_TO_REPEAT
 
@@ -37,34 +37,34 @@ def assert_exact(name: str, outcome: Outcome, *, runs_again: bool = True) -> Non
 
 
 @some("two_streams")
-def test_training_that_drops_all_it_can_is_exact_and_free_of_races(name: str, tmp_path: Path) -> None:
-    outcome = pressed(name, share=0.5, spill=tmp_path, policy=DropAll(once=True), seed=0, watch_races=True)
+def test_training_that_discards_all_it_can_is_exact_and_free_of_races(name: str, tmp_path: Path) -> None:
+    outcome = pressed(name, share=0.5, spill=tmp_path, policy=DiscardAll(once=True), seed=0, watch_races=True)
     assert_exact(name, outcome, runs_again=name not in NOTHING_TO_REPEAT)
 
 
 @some("cnn")
 def test_training_that_makes_storages_again_on_the_way_is_exact(name: str, tmp_path: Path) -> None:
-    outcome = pressed(name, share=0.5, spill=tmp_path, policy=DropAll(once=False), seed=1, watch_races=True)
+    outcome = pressed(name, share=0.5, spill=tmp_path, policy=DiscardAll(once=False), seed=1, watch_races=True)
     assert_exact(name, outcome, runs_again=name not in NOTHING_TO_REPEAT)
 
 
 @some("cnn")
-def test_training_that_drops_when_memory_runs_out_is_exact(name: str, tmp_path: Path) -> None:
+def test_training_that_discards_when_memory_runs_out_is_exact(name: str, tmp_path: Path) -> None:
     outcome = pressed(name, share=0.6, spill=tmp_path, policy="dtr", seed=2, watch_races=True)
     assert_exact(name, outcome, runs_again=name not in ALWAYS_RECORDED)
 
 
 @pytest.mark.parametrize("seed", [seed if seed == QUICK_SEED else pytest.param(seed, marks=SLOW) for seed in SEEDS])
-def test_dropping_is_exact_however_late_things_are(seed: int, tmp_path: Path) -> None:
+def test_discarding_is_exact_however_late_things_are(seed: int, tmp_path: Path) -> None:
     name = ("channels_last", "two_streams", "resnet")[seed % 3]
-    policy: str | Policy = "dtr" if seed % 2 else DropAll(once=True)
+    policy: str | Policy = "dtr" if seed % 2 else DiscardAll(once=True)
     assert_exact(name, pressed(name, share=0.45, spill=tmp_path, policy=policy, seed=seed))
 
 
 def test_what_is_made_again_may_be_made_from_what_is_on_disk(tmp_path: Path) -> None:
     """With little pinned memory below the device, operands come from there first; every byte is checked."""
     outcome = pressed(
-        "cnn", share=0.4, spill=tmp_path, policy=DropAll(once=True), host_bytes=1 << 20, verify=True, seed=6
+        "cnn", share=0.4, spill=tmp_path, policy=DiscardAll(once=True), host_bytes=1 << 20, verify=True, seed=6
     )
     assert_exact("cnn", outcome)
     assert outcome.stats["disk_read_bytes"] > 0

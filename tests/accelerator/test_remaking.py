@@ -19,14 +19,14 @@ from lowtide.execute.recompute.rerun import Rerun
 from lowtide.execute.tide.script import stepping
 from lowtide.execute.tide.tide import Tide
 from tests.accelerator.devices import races, shake
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 from tests.execute.recompute.test_remaking import (
     CHANGES,
     ChangesWhatItSaved,
     Step,
     assert_gradients_of_stock,
     chained,
-    dropped,
+    discarded,
     gradients,
     owner_that_gives_up_and_fills_again,
     ran_again,
@@ -49,7 +49,7 @@ def there(device: torch.device) -> Iterator[None]:
 
 def opened(spill: Path, *, room_bytes: int = ROOM_BYTES, **options: Any) -> Tide:
     budget: dict[str, int | str] = {"device": torch.accelerator.memory_allocated() + room_bytes}
-    return lowtide.fit(budget=budget, spill=spill, policy=DropAll(once=True), **options)
+    return lowtide.fit(budget=budget, spill=spill, policy=DiscardAll(once=True), **options)
 
 
 def assert_exact(step: Step, spill: Path, **options: Any) -> None:
@@ -120,8 +120,8 @@ def test_nothing_given_up_outlives_its_step(tmp_path: Path) -> None:
         weights, inputs = trained(tide)
         with tide.step():
             kept = chained(weights, inputs)
-            assert dropped(tide) > 0
-        assert dropped(tide) == 0
+            assert discarded(tide) > 0
+        assert discarded(tide) == 0
         for weight in weights:
             weight.grad = None
         kept.backward()
@@ -136,7 +136,7 @@ def test_a_graph_that_is_kept_outlives_the_tide(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), tide.step():
             kept = chained(weights, inputs)
             _ = 1 / 0
-        assert dropped(tide) > 0
+        assert discarded(tide) > 0
     kept.backward()
     assert_gradients_of_stock(weights, inputs)
 

@@ -26,7 +26,7 @@ from lowtide.plan.policy import Policy
 from tests.accelerator.devices import IS_EMULATED, NAME, races, shake
 from tests.accelerator.split import BOTH, FIRST, SECOND, Outcome, batch, build, managed, needs, stock, tight, train
 from tests.accelerator.test_guard import Ballast
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 from tests.bitwise.record import Record, assert_identical
 
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def test_training_on_two_devices_is_exact_within_both_budgets(policy: str, seed:
     ("policy", "seed"),
     [
         ("capuchin", None),
-        *(pytest.param(policy, seed, marks=SLOW) for policy in ("dtr", DropAll(once=True)) for seed in range(5, 12)),
+        *(pytest.param(policy, seed, marks=SLOW) for policy in ("dtr", DiscardAll(once=True)) for seed in range(5, 12)),
     ],
 )
 def test_operators_run_again_on_either_device(policy: str | Policy, seed: int | None, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_operators_run_again_on_either_device(policy: str | Policy, seed: int | 
 def test_what_would_be_made_from_the_other_device_is_swapped(tmp_path: Path) -> None:
     """On the second device all recipes begin with a copy from the first, unless they may use what was made before."""
     budget = tight()
-    outcome = managed(budget, spill=tmp_path, policy=DropAll(once=False), seed=8, watch_races=True)
+    outcome = managed(budget, spill=tmp_path, policy=DiscardAll(once=False), seed=8, watch_races=True)
     assert_exact(outcome, budget)
     assert outcome.on(FIRST)["recomputed_ops"] > 0
     assert outcome.on(SECOND)["recomputed_ops"] == 0
@@ -518,7 +518,7 @@ def test_what_was_made_on_the_current_device_is_made_there_again(tmp_path: Path)
     expected = gradient()
     gc.collect()
     budget = {FIRST: torch.accelerator.memory_allocated(torch.device(FIRST)) + 8 * weight.nbytes, SECOND: 16 * MIB}
-    with lowtide.fit(budget=budget, spill=tmp_path, policy=DropAll(once=True)) as tide:
+    with lowtide.fit(budget=budget, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
         for _ in range(5):
             with tide.step():
                 assert torch.equal(gradient(), expected)

@@ -111,7 +111,7 @@ def test_other_losses_and_a_passed_budget_are_broken_promises() -> None:
     assert not broken_promises(lines(base, entrant("lowtide", answer(step_s=1.0), budget=400)))
 
 
-def test_only_the_rival_that_drops_strides_may_compute_other_losses() -> None:
+def test_only_the_rival_that_loses_strides_may_compute_other_losses() -> None:
     base = entrant("unmanaged", answer(step_s=1.0))
     assert not broken_promises(lines(base, entrant("save_on_cpu", answer(step_s=1.0, loss="0x2"))))
     for exact in ("one_block_ahead", "checkpoint", "lowtide"):

@@ -21,7 +21,7 @@ def one_compute_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def forget_the_last_failure() -> None:
-    """Drop the traceback that the test runner keeps: its frames hold tensors, which would count in the next budget."""
+    """Free the traceback that the test runner keeps: its frames hold tensors, which would count in the next budget."""
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
             delattr(sys, name)

@@ -155,7 +155,7 @@ def test_gradients_from_before_fit_count_as_static(tmp_path: Path) -> None:
         assert tide.stats()["static_bytes"] >= 2 * 4_000_000  # type: ignore[operator]
 
 
-def test_tensors_from_before_fit_make_room_when_they_are_dropped_inside_a_step(tmp_path: Path) -> None:
+def test_tensors_from_before_fit_make_room_when_they_are_freed_inside_a_step(tmp_path: Path) -> None:
     old = [torch.ones(MIB) for _ in range(4)]
     with lowtide.fit(budget=24 * MIB, spill=tmp_path) as tide, tide.step():
         old.clear()

@@ -10,7 +10,7 @@ import torch
 import lowtide
 from lowtide import capture_step, zoo
 from lowtide.capture import Training
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 from tests.bitwise.harness import WORKLOADS, need, pressed, stock
 from tests.bitwise.record import assert_identical
 
@@ -24,7 +24,7 @@ ALWAYS_RECORDED = ("stochastic_depth",)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_training_that_drops_all_it_can_is_exact(name: str, tmp_path: Path) -> None:
+def test_training_that_discards_all_it_can_is_exact(name: str, tmp_path: Path) -> None:
     assert_exact_by_running_again(name, once=True, spill=tmp_path)
 
 
@@ -34,7 +34,7 @@ def test_training_that_makes_storages_again_on_the_way_is_exact(name: str, tmp_p
 
 
 def assert_exact_by_running_again(name: str, *, once: bool, spill: Path) -> None:
-    outcome = pressed(name, share=0.5, spill=spill, policy=DropAll(once=once))
+    outcome = pressed(name, share=0.5, spill=spill, policy=DiscardAll(once=once))
     assert_identical(stock(name), outcome.record)
     assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"] < need(name).peak_bytes
     if name not in NOTHING_TO_REPEAT:
@@ -42,7 +42,7 @@ def assert_exact_by_running_again(name: str, *, once: bool, spill: Path) -> None
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in WORKLOADS])
-def test_training_that_drops_when_memory_runs_out_is_exact(name: str, tmp_path: Path) -> None:
+def test_training_that_discards_when_memory_runs_out_is_exact(name: str, tmp_path: Path) -> None:
     outcome = pressed(name, share=0.6, spill=tmp_path, policy="dtr")
     assert_identical(stock(name), outcome.record)
     assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"] < need(name).peak_bytes

@@ -257,7 +257,7 @@ def test_a_step_that_looks_at_values_is_refused_in_one_line() -> None:
         capture_fake(make, steps=0)
 
 
-def test_a_kept_result_is_never_free_and_a_dropped_one_is() -> None:
+def test_a_kept_result_is_never_free_and_one_let_go_of_is() -> None:
     def make() -> Training:
         weight = nn.Parameter(torch.randn(256, 256))
         kept: list[torch.Tensor] = []

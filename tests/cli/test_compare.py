@@ -14,6 +14,7 @@ from lowtide.cli import main
 from lowtide.core.machine import Link
 from lowtide.core.serialize import load_trace, save
 from lowtide.core.units import format_bytes
+from lowtide.plan.policy import About, Family, Runs
 from lowtide.report import Outcome, load_comparison
 from lowtide.testing.traces import chain_trace, machine_of
 
@@ -121,6 +122,7 @@ def test_a_policy_that_fails_by_itself_is_a_row_and_exit_code_1(
     class Broken:
         name = "broken"
         summary = "has a bug"
+        about = About(family=Family.BASELINE, runs=(Runs.SIMULATED,))
 
         def plan(self, problem: object) -> None:
             raise IndexError("out of reach")

@@ -39,7 +39,7 @@ def test_whole_numbers_of_units_are_exact_in_any_case_and_spacing(count: int, un
 @given(sizes)
 def test_formatted_bytes_read_back_within_half_a_percent(nbytes: int) -> None:
     read_back = parse_bytes(format_bytes(nbytes))
-    # Three digits are off by half a percent either way; the part of a byte that is dropped makes it less, never more.
+    # Three digits are off by half a percent either way; the part of a byte that is cut off makes it less, never more.
     assert 0.9949 * nbytes - 1 < read_back <= 1.0051 * nbytes + 0.5
 
 
@@ -64,7 +64,7 @@ def test_negative_sizes_are_the_positive_ones_with_a_sign(nbytes: int) -> None:
         ("-1MiB", -(2**20)),
     ],
 )
-def test_fractions_are_exact_and_part_of_a_byte_is_dropped(text: str, expected: int) -> None:
+def test_fractions_are_exact_and_part_of_a_byte_is_cut_off(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 

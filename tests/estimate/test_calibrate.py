@@ -26,6 +26,7 @@ from lowtide.estimate.calibrate import (
     measure_machine,
     save_machine,
 )
+from lowtide.tiers import PlainMedium
 from lowtide.tiers.file import FileMedium
 
 SIZES = (2**18, 2**20, 2**22, 2**23)
@@ -65,7 +66,7 @@ def test_nothing_measured_is_refused() -> None:
         fit_line([(0, 1.0), (5, 0.0)])
 
 
-class PretendDisk:
+class PretendDisk(PlainMedium):
     """A medium on a clock of its own: each transfer takes what its link says."""
 
     name = "pretend"

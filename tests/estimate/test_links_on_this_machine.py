@@ -23,6 +23,7 @@ import pytest
 
 from lowtide.estimate.predictors.loggp import fit_error, fit_line
 from lowtide.estimate.predictors.overlap import Stage, best_chunks, pipeline_s
+from lowtide.tiers import PlainMedium
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.wrappers import Latency, Throttle
@@ -37,7 +38,7 @@ Move = Callable[[int, int], object]
 """Moves so many bytes, from an offset on, to where the next stage finds them."""
 
 
-class Memory:
+class Memory(PlainMedium):
     """A medium of memory that was touched. Its copies do not hold the GIL."""
 
     name = "memory"

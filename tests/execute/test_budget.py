@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import lowtide
 from tests import models
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 from tests.execute.training import NO_PRESSURE_BYTES, Training, digest, need, other_bytes, records
 
 STEPS = 3
@@ -101,7 +101,7 @@ def outcome(training: Training) -> dict[str, object]:
 
 
 # The last two run operators again.
-POLICIES = ("auto", "lru", "swap_all", "belady", "superneurons", DropAll(once=True))
+POLICIES = ("auto", "lru", "swap_all", "belady", "superneurons", DiscardAll(once=True))
 
 
 @given(make=trainings(), share=st.floats(-0.3, 1.2), policy=st.sampled_from(POLICIES))
@@ -111,7 +111,7 @@ POLICIES = ("auto", "lru", "swap_all", "belady", "superneurons", DropAll(once=Tr
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_model_under_any_budget_is_exact_and_within_it_or_says_what_is_missing(
-    make: Callable[[], Training], share: float, policy: str | DropAll, tmp_path_factory: pytest.TempPathFactory
+    make: Callable[[], Training], share: float, policy: str | DiscardAll, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     spill = tmp_path_factory.mktemp("spill")
     expected = make().steps(STEPS)
@@ -207,7 +207,7 @@ def test_less_than_the_floor_is_refused_with_the_operator_and_its_bytes(
 def test_a_budget_below_what_exists_already_is_refused_before_the_first_step(tmp_path: Path) -> None:
     training = Training()
     held = other_bytes()
-    with pytest.raises(lowtide.BudgetTooSmall, match="exist already") as raised:
+    with pytest.raises(lowtide.BudgetTooSmall, match="that exist take that much already") as raised:
         lowtide.fit(training.model, budget=held - 1, spill=tmp_path)
     assert raised.value.needed_bytes == held
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@
 
 Both drive the same residency machine, so what it commands is compared, storage by storage:
 
-- *departures*: writes and drops that the plan wants, of decisions that begin as soon as the storage is free;
+- *departures*: writes and discards that the plan wants, of decisions that begin as soon as the storage is free;
 - *prefetches* that begin when they are asked for, *demands*: reads that begin when the storage is used, *remakes*.
 
 Each is a sequence of its own. What is not compared, because it is a matter of time and not of the plan: how these
@@ -40,7 +40,7 @@ NETS: dict[str, Callable[[], Training]] = {
     "cnn": lambda: Training(models.cnn, shape=(16, 3, 32, 32)),
     "resnet": lambda: Training(models.resnet, shape=(16, 3, 32, 32)),
 }
-# What happened to which storage: "out", "drop", "prefetch", "demand" or "remake".
+# What happened to which storage: "out", "discard", "prefetch", "demand" or "remake".
 Event = tuple[str, int]
 RETURNS = ("prefetch", "demand", "remake")
 STAYING = (Residence.RESIDENT, Residence.LEAVING)
@@ -49,7 +49,7 @@ STAYING = (Residence.RESIDENT, Residence.LEAVING)
 REACTIVE = {
     "lru": "has no plan",
     "unified_memory": "has no plan",
-    "dtr": "has no plan, and what it drops depends on measured times; swaps what cannot be made again where nothing "
+    "dtr": "has no plan, and what it discards depends on measured times; swaps what cannot be made again where nothing "
     "else is left, which the simulator does not: it gets more memory there",
 }
 # Those that cannot train below the peak.
@@ -72,7 +72,7 @@ class Log:
     def command(self, command: e.Command, key: int, before: Residence | None, *, pressure: bool) -> None:
         match command:
             case e.Write() | e.Discard():
-                self.events.append(("out" if isinstance(command, e.Write) else "drop", key))
+                self.events.append(("out" if isinstance(command, e.Write) else "discard", key))
                 if pressure:
                     self.pressed.add(key)
             case e.Prefetch():
@@ -91,8 +91,8 @@ class Log:
                 self.put_off.add(key)
             case e.Held(), Residence.LEAVING:
                 self._take_back("out", key)
-            case ((e.Held() | e.Unmakeable()), Residence.DROPPED):
-                self._take_back("drop", key)
+            case ((e.Held() | e.Unmakeable()), Residence.DISCARDED):
+                self._take_back("discard", key)
 
     def _take_back(self, kind: str, key: int) -> None:
         last = max(at for at, event in enumerate(self.events) if event == (kind, key))
@@ -100,7 +100,7 @@ class Log:
 
     def departures(self, of: set[int]) -> list[int]:
         """Return which of these storages left because the plan wanted it, each once."""
-        left = [key for kind, key in self.events if kind in ("out", "drop")]
+        left = [key for kind, key in self.events if kind in ("out", "discard")]
         return [key for key in dict.fromkeys(left) if key in of and key not in self.pressed]
 
     def returns(self, kind: str) -> list[int]:

@@ -226,7 +226,7 @@ def test_backward_may_run_on_another_thread_than_forward(needs: dict[str, Need],
         assert digest(ours.grad) == digest(theirs.grad)
 
 
-def test_a_tensor_dropped_while_its_write_is_under_way_is_freed_when_it_lands(tmp_path: Path) -> None:
+def test_a_tensor_let_go_of_while_its_write_is_under_way_is_freed_when_it_lands(tmp_path: Path) -> None:
     medium = Latency(FileMedium([tmp_path]), write_s=0.1)
     with lowtide.fit(budget=1 << 30, spill=medium, policy="swap_all") as tide:
         live = load().counters().live_bytes

@@ -19,7 +19,7 @@ import lowtide
 from lowtide.core.plan import Plan, Problem
 from lowtide.memory.native import load
 from lowtide.plan.policies.swap_all import SwapAll
-from lowtide.tiers import FileMedium
+from lowtide.tiers import FileMedium, PlainMedium
 from tests import models
 
 Step = Callable[[], AbstractContextManager[Any]]
@@ -182,7 +182,7 @@ def records() -> int:
 
 
 @dataclass
-class Spy:
+class Spy(PlainMedium):
     """A file medium that notes what goes through it; as it is in Python, it hides the descriptors."""
 
     directory: Path

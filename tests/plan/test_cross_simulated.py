@@ -30,7 +30,7 @@ from lowtide.plan.policy import Family
 from lowtide.simulate import simulate_run
 from lowtide.testing.networks import networks
 from lowtide.testing.optimum import optimum
-from lowtide.testing.policies import DEAD, ENDLESS, FAST, SLOW, TRACES, adapts
+from lowtide.testing.policies import DEAD, ENDLESS, FAST, SLOW, TRACES
 from lowtide.testing.shapes import resnet_trace
 from lowtide.testing.simulated import simulated_steps
 from lowtide.testing.traces import chain_trace, machine_of, problems, residual_trace, skip_trace
@@ -45,7 +45,7 @@ OUTSIDE: dict[str, dict[str, str]] = {
     "runs at every budget from the floor on": {
         "keep_all": KEEPS,
         "infinite_memory": KEEPS,
-        "dtr": "drops only what can be made again, and making it again takes memory: it may need more than the floor",
+        "dtr": "discards only what can be made again, and making it takes memory: it may need more than the floor",
     },
     "moves nothing where everything fits": dict.fromkeys(
         ("dymem", "layrub", "swap_all", "vdnn_all", "vdnn_conv"), WHATEVER
@@ -155,7 +155,7 @@ def test_nothing_moves_and_nothing_runs_again_where_everything_fits(name: str) -
         if not outside("moves nothing where everything fits", name):
             assert planned.step_s == pytest.approx(trace.duration_s, rel=1e-9)
     assert (moved_bytes > 0) == outside("moves nothing where everything fits", name)
-    assert adapts(registry.policy(name)) != outside("moves nothing where everything fits", name)
+    assert registry.policy(name).about.adapts != outside("moves nothing where everything fits", name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,7 +169,7 @@ def test_an_endless_link_leaves_compute_and_what_runs_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dead_link_changes_nothing_for_who_does_not_swap(name: str) -> None:
-    family = getattr(getattr(registry.policy(name), "about", None), "family", None)
+    family = registry.policy(name).about.family
     if family is Family.RECOMPUTE:
         assert not outside("does not depend on the link", name)
     changed = 0

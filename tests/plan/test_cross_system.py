@@ -19,7 +19,7 @@ from lowtide.plan.policies.auto import MOST_GAPS_FOR_GUIDES, NEGLIGIBLE
 from lowtide.plan.policy import Policy
 from lowtide.testing.networks import Layer, network_trace, networks
 from lowtide.testing.optimum import Best, optimum
-from lowtide.testing.policies import FAST, SLOW, PolicyTests, adapts, assert_sound
+from lowtide.testing.policies import FAST, SLOW, PolicyTests, assert_sound
 from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
 from lowtide.testing.simulated import simulated_steps
 from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems
@@ -42,7 +42,7 @@ class _Registered(PolicyTests):
         if self.name in PROMISE_THE_FLOOR:
             return trace.floor_bytes()
         # At the whole step's peak, who adapts does nothing; the others promise nothing.
-        return trace.peak_bytes if adapts(self.make_policy()) else 2**62
+        return trace.peak_bytes if self.make_policy().about.adapts else 2**62
 
 
 for _name in NAMES:

@@ -45,8 +45,20 @@ def test_an_unknown_name_lists_the_known_ones_in_one_line() -> None:
 
 @pytest.mark.parametrize("thing", [3, object(), None])
 def test_what_is_no_policy_is_refused(thing: object) -> None:
-    with pytest.raises(BadArgument, match="is not a policy: it needs name, summary, plan"):
+    with pytest.raises(BadArgument, match="is not a policy: it needs name, summary, about, plan"):
         registry.policy(thing)  # type: ignore[arg-type]
+
+
+def test_a_policy_that_says_nothing_of_itself_is_refused_with_an_example() -> None:
+    class Silent:
+        name, summary = "silent", "says nothing of itself"
+
+        def plan(self, problem: object) -> None: ...
+
+        def victims(self, view: object, need_bytes: int) -> None: ...
+
+    with pytest.raises(BadArgument, match=r"`about` is a lowtide.plan.policy.About, as in About\(family="):
+        registry.policy(Silent())  # type: ignore[arg-type]
 
 
 def test_an_installed_policy_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

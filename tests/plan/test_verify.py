@@ -235,8 +235,8 @@ def test_v7_an_operand_that_is_not_in_memory() -> None:
     verify.check(replace(again(1, 3, 6, 1), swaps=(swap(0, 2, 6),)), AGAIN)
 
 
-def test_v7_an_operand_that_is_only_dropped_together_has_to_be_made() -> None:
-    # Storage 0 is never asked for again and is dropped until operator 6, for which storage 1 is made from it.
+def test_v7_an_operand_that_is_only_discarded_together_has_to_be_made() -> None:
+    # Storage 0 is never asked for again and is discarded until operator 6, for which storage 1 is made from it.
     trace = replace(
         TRACE,
         saves=(replace(TRACE.saves[0], uses=(), released_op=6), *TRACE.saves[1:]),
@@ -286,10 +286,10 @@ def test_v4_recomputation_that_does_not_fit_is_named() -> None:
         verify.check(again(0, 2, 5, 0), problem)
 
 
-def test_v5_a_dropped_operand_is_noticed() -> None:
+def test_v5_a_discarded_operand_is_noticed() -> None:
     wrong = WrongTrace(ops=TRACE.ops, storages=TRACE.storages, saves=TRACE.saves, static_bytes=0)
     with pytest.raises(
-        PlanError, match=r"V5: operator 1 .* needs storage 0, which is not in memory \(it was dropped\)"
+        PlanError, match=r"V5: operator 1 .* needs storage 0, which is not in memory \(it was discarded\)"
     ):
         verify.check(again(0, 1, 7, 0), replace(AGAIN, trace=wrong, budget_bytes=400))
 

@@ -11,7 +11,7 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument, BudgetTooSmall
-from lowtide.plan.policy import View
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.views.layers import relu_results
 from lowtide.report import budget_of, problem_of, settle
 from lowtide.report.case import FEEDBACK_STEPS, Encoding
@@ -57,6 +57,7 @@ class Learner:
 
     name = "learner"
     summary = "learns"
+    about = About(family=Family.BASELINE, runs=(Runs.SIMULATED,))
 
     def __init__(self, changes: int) -> None:
         self.changes = changes

@@ -13,7 +13,7 @@ import pytest
 from lowtide import registry
 from lowtide.core.plan import Plan, Problem
 from lowtide.errors import BadArgument, TraceError
-from lowtide.plan.policy import View
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.report import Outcome, Refusal, compare, encode_comparison, load_comparison, problem_of, settle
 from lowtide.report.compare import digest_of
 from lowtide.report.page import best_first
@@ -58,6 +58,7 @@ def test_what_does_not_fit_names_the_operator_and_its_bytes() -> None:
 class Broken:
     name = "broken"
     summary = "has a bug"
+    about = About(family=Family.BASELINE, runs=(Runs.SIMULATED,))
 
     def plan(self, problem: Problem) -> Plan:
         raise ZeroDivisionError("a bug\nof two lines")

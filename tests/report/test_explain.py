@@ -68,14 +68,14 @@ def test_several_absences_of_one_storage_are_told_apart() -> None:
     )
     first, second = journeys(CHAIN, None, timeline_of(*spans))
     assert (first.way, first.stall_s) == (Way.SWAPPED, 0.5)
-    assert (second.way, second.out_s, second.stall_s) == (Way.DROPPED, None, 1.0)
+    assert (second.way, second.out_s, second.stall_s) == (Way.RELEASED, None, 1.0)
 
 
-def test_what_never_came_back_was_released_or_stayed() -> None:
+def test_what_never_came_back_was_unused_or_stayed() -> None:
     # Storage 0 of the chain is used by operator 7.
     (kept,) = journeys(CHAIN, None, timeline_of(out(0, 1.0, 2.0, op=2)))
-    (released,) = journeys(CHAIN, None, timeline_of(out(0, 1.0, 2.0, op=8)))
-    assert (kept.way, released.way) == (Way.KEPT, Way.RELEASED)
+    (unused,) = journeys(CHAIN, None, timeline_of(out(0, 1.0, 2.0, op=8)))
+    assert (kept.way, unused.way) == (Way.KEPT, Way.UNUSED)
 
 
 def test_a_recomputation_ends_with_the_runs_before_its_operator() -> None:
@@ -95,7 +95,7 @@ def test_a_recomputation_ends_with_the_runs_before_its_operator() -> None:
     first, second = journeys(CHAIN, plan, timeline_of(*compute, *again))
     assert (first.way, first.out_s, first.back_s, first.ready_s, first.remade_ops) == (Way.REMADE, 2.0, 7.0, 8.0, 1)
     assert (second.storage, second.out_s, second.ready_s, second.remade_ops) == (1, 3.0, 9.0, 2)
-    # Without a plan they were dropped when memory ran out, which the timeline does not date.
+    # Without a plan they were discarded when memory ran out, which the timeline does not date.
     found = journeys(CHAIN, None, timeline_of(*compute, *again))
     assert [(each.storage, each.way, each.out_s, each.cause_out) for each in found] == [
         (0, Way.REMADE, None, "pressure"),

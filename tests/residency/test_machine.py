@@ -15,8 +15,6 @@ from lowtide.residency.events import (
     Arrived,
     Command,
     Discard,
-    Drop,
-    Dropped,
     Due,
     Event,
     Fetch,
@@ -30,6 +28,8 @@ from lowtide.residency.events import (
     Prefetch,
     Pressure,
     ReadFailed,
+    Release,
+    Released,
     Remade,
     Remake,
     Saved,
@@ -82,19 +82,19 @@ def test_a_record_that_the_plan_swaps_is_written_when_nobody_else_holds_it() -> 
     assert machine.where(1) is Residence.LEAVING
 
 
-def dropping(*events: Event) -> Residency:
+def discarding(*events: Event) -> Residency:
     machine = Residency(everything)
-    machine.follow(swapped=frozenset(), uses={}, dropped=frozenset({0}))
+    machine.follow(swapped=frozenset(), uses={}, discarded=frozenset({0}))
     for event in events:
         machine.on(event)
         machine.validate()
     return machine
 
 
-def test_a_record_that_the_plan_drops_is_given_up_without_a_copy_and_made_again_when_it_is_needed() -> None:
-    machine = dropping(SAVED)
+def test_a_record_that_the_plan_discards_is_given_up_without_a_copy_and_made_again_when_it_is_needed() -> None:
+    machine = discarding(SAVED)
     assert machine.on(Sole(1)) == [Discard(1)]
-    assert machine.where(1) is Residence.DROPPED
+    assert machine.where(1) is Residence.DISCARDED
     assert machine.on(Pressure(1)) == []
     assert machine.on(Needed(1)) == [Remake(1)]
     machine.on(Remade(1))
@@ -104,27 +104,27 @@ def test_a_record_that_the_plan_drops_is_given_up_without_a_copy_and_made_again_
 
 
 def test_a_record_that_was_made_with_others_stays_until_its_own_use() -> None:
-    machine = dropping(SAVED, Sole(1), Remade(1))
+    machine = discarding(SAVED, Sole(1), Remade(1))
     assert machine.on(Sole(1)) == []
 
 
 def test_a_record_that_cannot_be_made_again_is_written() -> None:
-    machine = dropping(SAVED, Sole(1))
+    machine = discarding(SAVED, Sole(1))
     assert machine.on(Unmakeable(1)) == [Write(1)]
     assert machine.where(1) is Residence.LEAVING
 
 
 def test_a_record_that_is_held_again_is_not_given_up() -> None:
-    machine = dropping(SAVED, Sole(1))
+    machine = discarding(SAVED, Sole(1))
     assert machine.on(Held(1)) == [Watch(1)]
     assert machine.where(1) is Residence.RESIDENT
     assert machine.on(Sole(1)) == [Discard(1)]
 
 
-@pytest.mark.parametrize(("drop", "goes"), [(True, Discard(1)), (False, Write(1))])
-def test_a_record_leaves_again_with_or_without_a_copy(drop: bool, goes: Command) -> None:
+@pytest.mark.parametrize(("discard", "goes"), [(True, Discard(1)), (False, Write(1))])
+def test_a_record_leaves_again_with_or_without_a_copy(discard: bool, goes: Command) -> None:
     machine = machine_with(SAVED)
-    assert machine.on(Leave((0,), drop=drop)) == [Watch(1)]
+    assert machine.on(Leave((0,), discard=discard)) == [Watch(1)]
     assert machine.on(Sole(1)) == [goes]
 
 
@@ -166,14 +166,14 @@ def test_pressure_waits_for_what_is_leaving_instead_of_sending_more() -> None:
     assert machine.on(Pressure(101)) == [Write(2)]
 
 
-def test_pressure_drops_a_clean_record_without_a_write() -> None:
+def test_pressure_releases_a_clean_record_without_a_write() -> None:
     machine = machine_with(*CLEAN)
     assert machine.where(1) is Residence.CLEAN
-    assert machine.on(Pressure(1)) == [Drop(1)]
+    assert machine.on(Pressure(1)) == [Release(1)]
 
 
-def test_a_dropped_record_is_away() -> None:
-    assert machine_with(*CLEAN, Pressure(1), Dropped(1)).where(1) is Residence.AWAY
+def test_a_released_record_is_away() -> None:
+    assert machine_with(*CLEAN, Pressure(1), Released(1)).where(1) is Residence.AWAY
 
 
 def test_a_written_record_is_away_unless_it_was_kept() -> None:
@@ -280,7 +280,7 @@ def test_a_clean_record_that_turns_out_to_be_held_stays_clean() -> None:
 def test_what_the_plan_sends_away_again_leaves_once_it_is_free() -> None:
     machine = machine_with(*CLEAN)
     assert machine.on(Leave((0,))) == [Watch(1)]
-    assert machine.on(Sole(1)) == [Drop(1)]
+    assert machine.on(Sole(1)) == [Release(1)]
 
 
 def test_a_record_needed_after_leave_does_not_leave() -> None:
@@ -424,14 +424,14 @@ class Histories(RuleBasedStateMachine):
                         self.truth[record] = Residence.LEAVING
                         self.wanted.discard(record)
                         self.handed_out.discard(record)
-                case Drop():
+                case Release():
                     self.check_may_leave(record)
                     if record in self.held or self.truth.get(record) is not Residence.CLEAN:
                         self.tell_held(record)
                     else:
-                        assert record in self.on_tier, "a record is dropped that the tier does not hold"
+                        assert record in self.on_tier, "a record is released that the tier does not hold"
                         self.truth[record] = Residence.AWAY
-                        self.machine.on(Dropped(record))
+                        self.machine.on(Released(record))
                 case Keep():
                     if self.truth.get(record) is Residence.LEAVING:
                         self.wanted.add(record)

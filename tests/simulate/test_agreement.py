@@ -55,21 +55,21 @@ def decisions(draw: st.DrawFn) -> tuple[Problem, Plan]:
     trace = problem.trace
     lineage = Lineage(trace)
     swaps: list[Swap] = []
-    dropped: list[Gap] = []
+    discarded: list[Gap] = []
     for gap in trace.gaps():
-        kind = draw(st.sampled_from(("keep", "swap", "swap", "drop")))
+        kind = draw(st.sampled_from(("keep", "swap", "swap", "discard")))
         if kind == "swap":
             fetch_op = draw(st.integers(gap.after_op + 1, gap.before_op))
             landed_op = draw(st.one_of(st.none(), st.integers(gap.after_op + 1, gap.before_op)))
             arrived_op = draw(st.one_of(st.none(), st.integers(fetch_op, gap.before_op)))
             swaps.append(Swap(gap=gap, fetch_op=fetch_op, landed_op=landed_op, arrived_op=arrived_op))
-        elif kind == "drop" and lineage.makers(gap.storage, before_op=gap.before_op) is not None:
-            dropped.append(gap)
+        elif kind == "discard" and lineage.makers(gap.storage, before_op=gap.before_op) is not None:
+            discarded.append(gap)
     facts = Sweep(problem)
     absent = [(swap.gap.storage, swap.gap.after_op, facts.due_op(swap)) for swap in swaps]
-    absent += [(gap.storage, gap.after_op, gap.before_op) for gap in dropped]
+    absent += [(gap.storage, gap.after_op, gap.before_op) for gap in discarded]
     recomputes = []
-    for gap in dropped:
+    for gap in discarded:
 
         def in_memory(storage: int, op: int = gap.before_op) -> bool:
             block = trace.storages[storage]
@@ -128,8 +128,8 @@ def test_a_timeline_accounts_for_every_second_and_byte(case: tuple[Problem, Plan
             assert second.start_s >= first.end_s
 
 
-def test_a_drop_that_ends_unused_where_another_is_made_again_is_counted_once() -> None:
-    # Operator 0 makes both storages. Both are dropped; 0 is needed at operator 3, 1 is let go of there without a use.
+def test_a_discard_that_ends_unused_where_another_is_made_again_is_counted_once() -> None:
+    # Operator 0 makes both storages. Both are discarded; 0 is needed at operator 3, 1 is let go of there without a use.
     storages = [Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=0, last_op=3) for nbytes in (100, 1000)]
     saves = [
         Save(storage=0, packed_op=0, free_op=1, uses=(3,), released_op=3),

@@ -19,9 +19,9 @@ from lowtide.plan.policies.dtr import Dtr
 from lowtide.plan.policies.keep_all import KeepAll
 from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
-from lowtide.plan.policy import Policy, View, until_covered
+from lowtide.plan.policy import About, Family, Policy, Runs, View, until_covered
 from lowtide.simulate import simulate
-from lowtide.simulate.view import DroppingView
+from lowtide.simulate.view import DiscardingView
 from lowtide.testing.traces import chain_trace, machine_of, problems
 
 # Four layers of 100 bytes, a second forward and two back; 100 bytes take 0.5 s on the link.
@@ -30,12 +30,12 @@ LINK = Link(write_bytes_per_s=200.0, read_bytes_per_s=200.0)
 PROBLEM = Problem(trace=TRACE, machine=machine_of(LINK), budget_bytes=300, can_recompute=True)
 
 
-class Dropper:
-    """Drops and recomputes the oldest; keeps what it was told."""
+class Discarder:
+    """Discards and recomputes the oldest; keeps what it was told."""
 
-    name = "dropper"
-    summary = "drops the oldest"
-    recompute_victims = True
+    name = "discarder"
+    summary = "discards the oldest"
+    about = About(family=Family.RECOMPUTE, runs=(Runs.SIMULATED,), discards_victims=True)
 
     def __init__(self) -> None:
         self.costs: list[tuple[int, float, float]] = []
@@ -44,7 +44,7 @@ class Dropper:
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes)
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        assert isinstance(view, DroppingView)
+        assert isinstance(view, DiscardingView)
         self.costs += [(record, view.recompute_s(record), view.staleness_s(record)) for record in view.evictable()]
         return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
 
@@ -140,11 +140,11 @@ def test_victims_that_the_program_holds_are_passed_over() -> None:
         simulate(replace(PROBLEM, budget_bytes=150), None, policy=Stubborn())
 
 
-# ---- dropping ----
+# ---- discarding ----
 
 
-def test_a_dropped_storage_is_made_again_where_it_is_needed() -> None:
-    policy = Dropper()
+def test_a_discarded_storage_is_made_again_where_it_is_needed() -> None:
+    policy = Discarder()
     timeline = simulate(PROBLEM, None, policy=policy, strict=True)
     # Storage 0 has no operands: layer 0 runs again before layer 0's backward pass. Nothing moves.
     assert (timeline.moved_out_bytes, timeline.moved_in_bytes) == (0, 0)
@@ -154,23 +154,23 @@ def test_a_dropped_storage_is_made_again_where_it_is_needed() -> None:
     assert again == [(0, pytest.approx(10.0))]
 
 
-def test_the_cost_of_a_chain_is_that_of_everything_dropped_before_it() -> None:
-    policy = Dropper()
+def test_the_cost_of_a_chain_is_that_of_everything_discarded_before_it() -> None:
+    policy = Discarder()
     simulate(replace(PROBLEM, budget_bytes=200), None, policy=policy, strict=True)
     costs = {}
     for record, recompute_s, staleness_s in policy.costs:
         costs.setdefault(record, recompute_s)
         assert staleness_s >= 0
-    # Storage 0 costs its own layer. When storage 1 is looked at, storage 0 has been dropped: two layers.
+    # Storage 0 costs its own layer. When storage 1 is looked at, storage 0 has been discarded: two layers.
     assert costs[0] == pytest.approx(1.0)
     assert costs[1] == pytest.approx(2.0)
 
 
 @given(problem=problems(can_recompute=True))
 @settings(max_examples=120, deadline=None, phases=[Phase.generate])
-def test_dropping_keeps_the_budget_or_says_which_operator_needs_more(problem: Problem) -> None:
+def test_discarding_keeps_the_budget_or_says_which_operator_needs_more(problem: Problem) -> None:
     try:
-        timeline = simulate(problem, None, policy=Dropper(), strict=True)
+        timeline = simulate(problem, None, policy=Discarder(), strict=True)
     except BudgetTooSmall as error:
         assert error.needed_bytes > problem.budget_bytes
         return
@@ -179,7 +179,7 @@ def test_dropping_keeps_the_budget_or_says_which_operator_needs_more(problem: Pr
     assert timeline.step_s == pytest.approx(timeline.compute_s + timeline.recompute_s)
 
 
-def test_who_cannot_recompute_gets_the_victims_of_a_dropping_policy_swapped() -> None:
+def test_who_cannot_recompute_gets_the_victims_of_a_discarding_policy_swapped() -> None:
     timeline = simulate(replace(PROBLEM, can_recompute=False), None, policy=Dtr())
     assert timeline.recompute_s == 0
     assert timeline.moved_out_bytes > 0

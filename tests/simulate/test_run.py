@@ -15,7 +15,7 @@ from lowtide.plan.policies.auto import Auto
 from lowtide.plan.policies.keep_all import KeepAll
 from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
-from lowtide.plan.policy import View
+from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.simulate import simulate_run
 from lowtide.testing.traces import chain_trace, machine_of
 
@@ -30,6 +30,7 @@ class Learner:
 
     name = "learner"
     summary = "learns"
+    about = About(family=Family.BASELINE, runs=(Runs.SIMULATED,))
 
     def __init__(self) -> None:
         self.seen: list[Timeline] = []

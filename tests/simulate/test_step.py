@@ -109,7 +109,7 @@ def test_a_barrier_holds_an_operator_until_the_read_has_arrived() -> None:
     assert [(span.op, span.cause) for span in held.spans if span.lane is Lane.STALL] == [(5, "arrival")]
 
 
-def test_operators_run_again_before_the_one_that_needs_what_was_dropped() -> None:
+def test_operators_run_again_before_the_one_that_needs_what_was_discarded() -> None:
     gaps = [Gap(storage=0, after_op=2, before_op=7), Gap(storage=1, after_op=3, before_op=6)]
     # Storage 1 is made from storage 0, which is made for that, and made once more when it is needed itself.
     timeline = run(

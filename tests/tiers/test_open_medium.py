@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import BadArgument
-from lowtide.tiers import FileMedium, NullMedium, known_schemes, open_medium
+from lowtide.tiers import FileMedium, NullMedium, PlainMedium, known_schemes, open_medium
 from lowtide.tiers import open as open_module
 
 
@@ -85,6 +85,25 @@ def test_a_medium_is_returned_as_it_is() -> None:
     assert open_medium(medium, capacity_bytes=5000) is medium
     with pytest.raises(BadArgument, match="capacity of 5000 bytes, not 6000"):
         open_medium(medium, capacity_bytes=6000)
+
+
+def test_a_medium_that_says_too_little_of_itself_is_refused_with_what_it_lacks() -> None:
+    class Old:
+        name, capacity_bytes, lossy = "old", None, False
+
+        def write_at(self, offset: int, data: memoryview) -> None: ...
+
+        def read_at(self, offset: int, into: memoryview) -> None: ...
+
+        def close(self) -> None: ...
+
+    class New(Old, PlainMedium):
+        pass
+
+    with pytest.raises(BadArgument, match="Old is no Medium: it lacks codecs, directories, figures, files, reset_fi"):
+        open_medium(Old())  # type: ignore[arg-type]
+    new = New()
+    assert open_medium(new) is new
 
 
 @pytest.mark.parametrize(

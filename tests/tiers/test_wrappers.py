@@ -51,12 +51,15 @@ def faulty(tmp_path: Path, *script: Fault) -> Faulty:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_attributes_are_forwarded_but_descriptors_are_not(tmp_path: Path, wrap: Callable[[Medium], Wrapper]) -> None:
+def test_what_a_medium_says_is_forwarded_but_its_files_are_not(
+    tmp_path: Path, wrap: Callable[[Medium], Wrapper]
+) -> None:
     inner = FileMedium([tmp_path], capacity_bytes=12345)
     twice = wrap(wrap(inner))
     assert (twice.name, twice.capacity_bytes, twice.lossy) == ("file", 12345, False)
-    assert (twice.direct, twice.align_bytes, twice.directories) == (inner.direct, 4096, (tmp_path,))
-    assert not hasattr(twice, "fds")
+    assert (twice.directories, twice.codecs, twice.figures()) == ((tmp_path,), (), {})
+    assert inner.files is not None
+    assert twice.files is None
     twice.close()
     assert inner.fds == ()
 

@@ -16,7 +16,15 @@ from lowtide.core.log import Log
 from lowtide.core.trace import Kind, Reach
 
 
-class Observation(Protocol):
+class Serials(Protocol):
+    """Numbers for the storages of a log."""
+
+    def serial_of(self, tensor: torch.Tensor) -> int:
+        """Return the number under which the log knows a tensor's storage."""
+        ...
+
+
+class Observation(Serials, Protocol):
     """What writes the log of a step."""
 
     @property
@@ -32,16 +40,12 @@ class Observation(Protocol):
         """Stop the log and return it (None: the step was too long to log)."""
         ...
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         """Stop the log and forget it."""
         ...
 
     def mark_module(self, name: str) -> None:
         """Log that this module's operators follow."""
-        ...
-
-    def serial_of(self, tensor: torch.Tensor) -> int:
-        """Return the number under which the log knows a tensor's storage."""
         ...
 
 
@@ -112,7 +116,7 @@ class Recorder:
     def cancel(self) -> None:
         """Stop, and forget what was recorded."""
         if self.recording:
-            self._observation.drop_log()
+            self._observation.forget_log()
         self._unhook()
 
     def _unhook(self) -> None:

@@ -9,7 +9,7 @@ import click
 from lowtide.cli.output import console, echo_json
 
 if TYPE_CHECKING:
-    from lowtide.plan.policy import About, Policy
+    from lowtide.plan.policy import Policy
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,13 +43,13 @@ def command(*, as_json: bool) -> int:
 
 
 def _row(policy: Policy) -> dict[str, Any]:
-    about: About | None = getattr(policy, "about", None)  # a third party's policy need not say where it comes from
+    about = policy.about
     return {
         "name": policy.name,
         "summary": policy.summary,
-        "family": about.family if about else "",
-        "runs": [str(how) for how in about.runs] if about else [],
-        "paper": about.paper if about else "",
-        "reconstructed": about.reconstructed if about else "",
-        "adapts": bool(getattr(policy, "adapts", True)),
+        "family": about.family,
+        "runs": [str(how) for how in about.runs],
+        "paper": about.paper,
+        "reconstructed": about.reconstructed,
+        "adapts": about.adapts,
     }

@@ -71,7 +71,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """Drop a gap's storage without a copy, and run operators again to have it back.
+    """Discard a gap's storage without a copy, and run operators again to have it back.
 
     Its bytes are free when operator `gap.after_op` begins. Before operator `gap.before_op` begins, the operators `ops`
     (ascending) run again for their recorded durations. What they read is in memory then, or made by an earlier one of

@@ -23,7 +23,7 @@ _AMBIGUOUS = {"k", "m", "g", "t"}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that `text` states, such as 4096, "512MiB" or "1.5 GB"; part of a byte is dropped.
+    """Return the bytes that `text` states, such as 4096, "512MiB" or "1.5 GB"; part of a byte is cut off.
 
     Raises ValueError in one line when there is no number, no known unit, or something that is neither int nor text.
     """

@@ -306,7 +306,7 @@ def _reserve_bytes() -> int:
 
 
 def _let_autograd_finish() -> None:
-    """Wait until the device's autograd thread has dropped the last graph that needs the interpreter.
+    """Wait until the device's autograd thread has let go of the last graph that needs the interpreter.
 
     backward() returns before that thread lets go of the graph, for which it takes the interpreter's lock. If the
     interpreter is gone by then, the process aborts (pytorch issue 38230). The thread takes its tasks in order: when it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from lowtide.core.machine import Link, Machine
 from lowtide.estimate.calibrate import SPILL, assumed_machine, load_machine, measure_link, training_like
@@ -17,8 +16,7 @@ def machine_for(medium: Medium) -> Machine:
 
     A disk with a codec before it is another link than the disk. It is measured with bytes that no codec shortens.
     """
-    directories: tuple[Path, ...] = tuple(getattr(medium, "directories", ()))
-    codecs: tuple[object, ...] = tuple(getattr(medium, "codecs", ()))
+    directories, codecs = medium.directories, medium.codecs
     saved = load_machine(directories=directories) if directories and not codecs else None
     if saved is not None:
         return saved
@@ -29,8 +27,7 @@ def machine_for(medium: Medium) -> Machine:
         except OSError:
             return assumed_machine()  # too full or too small to measure: it may still take what little it has room for
         finally:
-            if (reset := getattr(medium, "reset_figures", None)) is not None:
-                reset()  # what follows is the training's own traffic
+            medium.reset_figures()  # what follows is the training's own traffic
         if disks:
             _measured[disks, codecs] = link
     else:

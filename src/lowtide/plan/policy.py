@@ -37,12 +37,20 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """Where a policy comes from. `reconstructed` says what its paper leaves open and was filled in here."""
+    """What a policy says of itself: where it comes from, and what it asks of those that execute and judge it.
+
+    `reconstructed`: what its paper leaves open and was filled in here. `adapts`: it leaves alone what fits (False: it
+    moves things whatever the budget is). `recomputes`: its plans run operators again, where nobody forbids it.
+    `discards_victims`: what it gives up when memory runs out is not written but made again.
+    """
 
     family: Family
     runs: tuple[Runs, ...]
     paper: str = ""
     reconstructed: str = ""
+    adapts: bool = True
+    recomputes: bool = False
+    discards_victims: bool = False
 
 
 class View(Protocol):
@@ -106,6 +114,11 @@ class Policy(Protocol):
         """One line for listings."""
         ...
 
+    @property
+    def about(self) -> About:
+        """What the policy says of itself."""
+        ...
+
     def plan(self, problem: Problem) -> Plan:
         """Return the decisions for a step; never raises because the budget is small."""
         ...
@@ -122,6 +135,11 @@ class Observes(Protocol):
     def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
         """Return the plan for the next step, the same one if nothing is to change."""
         ...
+
+
+def revised(policy: Policy, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+    """Return the plan for the step after `timeline`: another one only where the policy observes and wants that."""
+    return policy.observe(problem, plan, timeline) if isinstance(policy, Observes) else plan
 
 
 def until_covered(records: Iterable[int], view: View, need_bytes: int) -> Iterator[int]:

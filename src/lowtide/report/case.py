@@ -10,7 +10,7 @@ from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
 from lowtide.core.units import parse_bytes
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import Observes, Policy, Runs
+from lowtide.plan.policy import Policy, Runs, revised
 from lowtide.plan.views.layers import relu_results
 from lowtide.simulate import Codec, Resources, simulate
 
@@ -69,14 +69,10 @@ def settle(
         return replace(timeline, budget_bytes=problem.budget_bytes)
 
     timeline = run(plan)
-    observe = policy.observe if isinstance(policy, Observes) else None
     trials = 0
-    while observe is not None and trials < FEEDBACK_STEPS:
-        revised = observe(problem, plan, timeline)
-        if revised == plan:
-            break
+    while trials < FEEDBACK_STEPS and (changed := revised(policy, problem, plan, timeline)) != plan:
         trials += 1
-        plan = revised
+        plan = changed
         timeline = run(plan)
     return Settled(plan=plan, timeline=replace(timeline, trials=plan.trials + trials), bound=bound)
 
@@ -116,10 +112,8 @@ def budget_of(text: str, *, static_bytes: int, peak_bytes: int) -> int:
 
 
 def _ignores_budget(policy: Policy, plan: Plan) -> bool:
-    about = getattr(policy, "about", None)
     return (
-        about is not None
-        and set(about.runs) == {Runs.MODEL}
+        set(policy.about.runs) == {Runs.MODEL}
         and plan.prediction is not None
         and plan.prediction.peak_bytes > plan.budget_bytes
     )

@@ -15,15 +15,15 @@ from lowtide.core.trace import Op, Trace
 class Way(StrEnum):
     """How a storage was away.
 
-    SWAPPED: copied to the tier and read back. RELEASED: copied, and never asked for again. KEPT: wanted back while it
-    was being copied, so that it stayed. DROPPED: its bytes were given up without a copy, for the tier still had one.
+    SWAPPED: copied to the tier and read back. UNUSED: copied, and never asked for again. KEPT: wanted back while it
+    was being copied, so that it stayed. RELEASED: its bytes were given up without a copy, for the tier still had one.
     REMADE: given up without a copy, and made again by running operators.
     """
 
     SWAPPED = "swapped"
-    RELEASED = "released"
+    UNUSED = "unused"
     KEPT = "kept"
-    DROPPED = "dropped"
+    RELEASED = "released"
     REMADE = "remade"
 
 
@@ -132,10 +132,10 @@ def _pairs(spans: Sequence[Span]) -> Iterator[tuple[Span | None, Span | None]]:
 
 def _way(out: Span | None, back: Span | None, uses: Sequence[int]) -> Way:
     if out is None:
-        return Way.DROPPED
+        return Way.RELEASED
     if back is not None:
         return Way.SWAPPED
-    return Way.KEPT if any(use >= out.op for use in uses) else Way.RELEASED
+    return Way.KEPT if any(use >= out.op for use in uses) else Way.UNUSED
 
 
 def _remade(trace: Trace, plan: Plan | None, timeline: Timeline) -> Iterator[Journey]:
@@ -179,7 +179,7 @@ def _run_before(recompute: Recompute, again: Sequence[Span], starts_s: dict[int,
 
 
 def _remade_unplanned(trace: Trace, again: Iterable[Span]) -> Iterator[Journey]:
-    """Yield what a reactive policy dropped and made again: when it was dropped, the timeline does not tell."""
+    """Yield what a reactive policy discarded and made again: when it was discarded, the timeline does not tell."""
     saved = {save.storage for save in trace.saves}
     for span in again:
         for storage in trace.ops[span.op].writes:

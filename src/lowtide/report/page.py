@@ -74,14 +74,14 @@ def _policy(name: str) -> dict[str, Any]:
         policy = registry.policy(name)
     except LowtideError:  # a comparison may name a policy that is not installed here
         return {"name": name, "summary": "not installed here", "family": "", "runs": [], "paper": "", "filled_in": ""}
-    about = getattr(policy, "about", None)
+    about = policy.about
     return {
         "name": name,
         "summary": policy.summary,
-        "family": about.family.value if about else "",
-        "runs": [each.value for each in about.runs] if about else [],
-        "paper": about.paper if about else "",
-        "filled_in": about.reconstructed if about else "",
+        "family": about.family.value,
+        "runs": [each.value for each in about.runs],
+        "paper": about.paper,
+        "filled_in": about.reconstructed,
     }
 
 
@@ -189,18 +189,18 @@ def _why(journey: Journey, problem: Problem, starts_s: dict[int, float], needed:
     pressed = journey.cause_out == "pressure"
     if journey.way is Way.REMADE:
         if journey.ready_s is None or journey.back_s is None:
-            return "dropped and never asked for again"
+            return "discarded and never asked for again"
         again = f"made again by {journey.remade_ops} operator{'s' if journey.remade_ops != 1 else ''}"
         link = problem.machine.links.get(problem.tier)
         copies_s = link.write_s(journey.nbytes) + link.read_s(journey.nbytes) if link is not None else 0.0
         reason = "memory ran out" if pressed else "planned"
         return f"{reason}: {again}, where two copies take {format_seconds(copies_s)}"
-    if journey.way is Way.DROPPED:
+    if journey.way is Way.RELEASED:
         return "given up once more: the tier still had a copy, so nothing was written"
     if journey.way is Way.KEPT:
         return "wanted back while it was being copied, so it stayed"
     reason = "memory ran out" if pressed else "planned"
-    if journey.way is Way.RELEASED:
+    if journey.way is Way.UNUSED:
         return f"{reason}: nothing asks for it again"
     out_s, copies_s = journey.out_s or 0.0, _copies_s(journey)
     next_op = next((use for use in needed.get(journey.storage, ()) if starts_s.get(use, 0.0) > out_s), None)

@@ -54,10 +54,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The plan wants these keys gone again, once nobody else holds them; `drop`: without a copy."""
+    """The plan wants these keys gone again, once nobody else holds them; `discard`: without a copy."""
 
     keys: tuple[int, ...]
-    drop: bool = False
+    discard: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class ReadFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Released:
     """The backend gave up a clean record's fast bytes."""
 
     record: int
@@ -160,7 +160,7 @@ Event = (
     | WriteFailed
     | Arrived
     | ReadFailed
-    | Dropped
+    | Released
     | Held
     | NoRoom
     | Gone
@@ -186,7 +186,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Release:
     """Give up a clean record's fast bytes now."""
 
     record: int
@@ -227,4 +227,4 @@ class Watch:
     record: int
 
 
-Command = Write | Keep | Drop | Discard | Remake | Prefetch | Fetch | Watch
+Command = Write | Keep | Release | Discard | Remake | Prefetch | Fetch | Watch

@@ -19,8 +19,6 @@ from lowtide.residency.events import (
     Arrived,
     Command,
     Discard,
-    Drop,
-    Dropped,
     Due,
     Event,
     Fetch,
@@ -35,6 +33,8 @@ from lowtide.residency.events import (
     Prefetch,
     Pressure,
     ReadFailed,
+    Release,
+    Released,
     Remade,
     Remake,
     Saved,
@@ -57,7 +57,7 @@ class Residence(Enum):
     CLEAN: fast memory and tier both hold it; giving up fast memory costs nothing.
     AWAY: only the tier holds it.
     ARRIVING: being read; fast memory pays already.
-    DROPPED: nowhere; operators run again when it is needed.
+    DISCARDED: nowhere; operators run again when it is needed.
     """
 
     RESIDENT = auto()
@@ -65,7 +65,7 @@ class Residence(Enum):
     CLEAN = auto()
     AWAY = auto()
     ARRIVING = auto()
-    DROPPED = auto()
+    DISCARDED = auto()
 
 
 _MOVING = (Residence.LEAVING, Residence.ARRIVING)
@@ -83,7 +83,7 @@ class _Entry:
     pinned: int = 0
     failed: bool = False
     leave: bool = False  # the plan wants it away as soon as that is possible
-    drop: bool = False  # and without a copy
+    discard: bool = False  # and without a copy
 
 
 class Residency:
@@ -98,7 +98,7 @@ class Residency:
         self._entries: dict[int, _Entry] = {}
         self._by_key: dict[int, int] = {}
         self._swapped: frozenset[int] = frozenset()
-        self._dropped: frozenset[int] = frozenset()
+        self._discarded: frozenset[int] = frozenset()
         self._uses: Mapping[int, Sequence[int]] = {}
         self._deferred: list[int] = []
         self._queue = LruQueue()
@@ -108,21 +108,21 @@ class Residency:
     # ---- the step ----
 
     def follow(
-        self, *, swapped: frozenset[int], uses: Mapping[int, Sequence[int]], dropped: frozenset[int] = frozenset()
+        self, *, swapped: frozenset[int], uses: Mapping[int, Sequence[int]], discarded: frozenset[int] = frozenset()
     ) -> list[Command]:
         """Follow a plan: write out the records with these keys when they can go; expect uses at these event numbers.
 
-        The `dropped` ones are given up without a copy.
+        The `discarded` ones are given up without a copy.
         """
         self._swapped = swapped
-        self._dropped = dropped
+        self._discarded = discarded
         self._uses = uses
         commands: list[Command] = []
         for key, record in self._by_key.items():
             entry = self._entries[record]
             first_use = next(iter(uses.get(key, ())), math.inf)
             entry.leave = self._may_go(key) and first_use >= self._clock  # later, its gap is over
-            entry.drop = key in dropped
+            entry.discard = key in discarded
             commands += self._send_away(record, entry)
         return commands
 
@@ -217,8 +217,8 @@ class Residency:
                 return self._name(record, key)
             case Due(keys):
                 return self._prefetches([self._by_key[key] for key in keys if key in self._by_key])
-            case Leave(keys, drop):
-                return self._leave_again([self._by_key[key] for key in keys if key in self._by_key], drop=drop)
+            case Leave(keys, discard):
+                return self._leave_again([self._by_key[key] for key in keys if key in self._by_key], discard=discard)
             case Forget(keys):
                 return self._discard([self._by_key[key] for key in keys if key in self._by_key])
             case Pressure(need_bytes):
@@ -249,7 +249,7 @@ class Residency:
                 self._by_key.pop(entry.key, None)
                 return self._name(record, key)
             case Unmakeable(record):
-                entry.where, entry.drop, entry.leave = Residence.RESIDENT, False, True
+                entry.where, entry.discard, entry.leave = Residence.RESIDENT, False, True
                 return self._send_away(record, entry)
             case Needed(record):
                 entry.last_access = self._clock
@@ -262,7 +262,7 @@ class Residency:
                     # Whoever has it now may change it without autograd noticing: the tier's copy is worth nothing.
                     entry.where = Residence.RESIDENT
             case Held(record):
-                if entry.where in (Residence.LEAVING, Residence.DROPPED):
+                if entry.where in (Residence.LEAVING, Residence.DISCARDED):
                     entry.where = Residence.RESIDENT
                 entry.sole = False
                 return [Watch(record)]
@@ -290,18 +290,18 @@ class Residency:
                 entry.failed = True
             case Arrived():
                 entry.where = Residence.CLEAN
-            case ReadFailed() | Dropped():
+            case ReadFailed() | Released():
                 entry.where = Residence.AWAY
 
     def _name(self, record: int, key: int) -> list[Command]:
         entry = self._entries[record]
         entry.key, entry.last_access = key, self._clock
-        entry.leave, entry.drop = self._may_go(key), key in self._dropped
+        entry.leave, entry.discard = self._may_go(key), key in self._discarded
         self._by_key[key] = record
         return self._send_away(record, entry)
 
     def _may_go(self, key: int) -> bool:
-        return key in self._swapped or key in self._dropped
+        return key in self._swapped or key in self._discarded
 
     def _bring_back(self, record: int, entry: _Entry) -> list[Command]:
         match entry.where:
@@ -312,7 +312,7 @@ class Residency:
                 return [Fetch(record)]
             case Residence.ARRIVING:
                 return [Fetch(record)]
-            case Residence.DROPPED:
+            case Residence.DISCARDED:
                 return [Remake(record)]
             case _:
                 return []
@@ -331,11 +331,11 @@ class Residency:
                 commands.append(Keep(record))
         return commands
 
-    def _leave_again(self, records: Sequence[int], *, drop: bool) -> list[Command]:
+    def _leave_again(self, records: Sequence[int], *, discard: bool) -> list[Command]:
         commands: list[Command] = []
         for record in records:
             entry = self._entries[record]
-            entry.leave, entry.drop, entry.sole = True, drop, False  # whoever uses it now may still hold it
+            entry.leave, entry.discard, entry.sole = True, discard, False  # whoever uses it now may still hold it
             commands.append(Watch(record))
         return commands
 
@@ -343,9 +343,9 @@ class Residency:
         if not entry.leave or not self._may_leave(entry):
             return []
         if entry.where is Residence.CLEAN:
-            return [Drop(record)]
-        if entry.drop:
-            entry.where = Residence.DROPPED
+            return [Release(record)]
+        if entry.discard:
+            entry.where = Residence.DISCARDED
             return [Discard(record)]
         self._move(record, entry, Residence.LEAVING)
         return [Write(record)]
@@ -359,7 +359,7 @@ class Residency:
         for record in records:
             entry = self._entries[record]
             if self._may_leave(entry):
-                entry.where = Residence.DROPPED
+                entry.where = Residence.DISCARDED
                 commands.append(Discard(record))
         return commands
 
@@ -371,7 +371,7 @@ class Residency:
         for record in self._victims(self, missing):
             entry = self._entries[record]
             if entry.where is Residence.CLEAN:
-                yield Drop(record)
+                yield Release(record)
             elif self.discards:
                 yield from self._discard([record])
             elif entry.where is Residence.RESIDENT:

@@ -20,7 +20,7 @@ from lowtide.plan.costs.curve import Curve
 class StepPlan:
     """Which keys leave, which are due back or gone again at which event, when each is used.
 
-    `dropped` and `forget` are like `swapped` and `leave`, for keys that are given up without a copy and made again by
+    `discarded` and `forget` are like `swapped` and `leave`, for keys that are given up without a copy and made again by
     running `calls` (numbers of the step's calls); `together`: with which others each is made; `reruns`: by which calls.
 
     `awaited`: the keys whose transfer a synchronous plan waits for at an event, whether or not its bytes are needed.
@@ -35,7 +35,7 @@ class StepPlan:
     due: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     leave: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    dropped: frozenset[int] = frozenset()
+    discarded: frozenset[int] = frozenset()
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     calls: frozenset[int] = frozenset()
     together: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -160,7 +160,7 @@ def compile_plan(
     """
     positions = recorded.positions
     ends = _Ends(recorded.trace, positions)
-    swapped, dropped = _Going(), _Going()
+    swapped, discarded = _Going(), _Going()
     event_of = (requests or Requests(plan, recorded)).event_of
     due: dict[int, list[int]] = {}
     awaited: dict[int, list[int]] = {}
@@ -181,16 +181,16 @@ def compile_plan(
         if any(op not in recorded.calls for op in one.ops):
             swapped.add(key, event)
             continue
-        dropped.add(key, event)
+        discarded.add(key, event)
         calls.setdefault(one.gap.before_op, set()).update(number for op in one.ops for number in recorded.calls[op])
         together.setdefault(one.gap.before_op, []).append(key)
     return StepPlan(
         signature=tuple(signature),
         swapped=frozenset(swapped.keys),
-        dropped=frozenset(dropped.keys),
+        discarded=frozenset(discarded.keys),
         due=_frozen(due),
         leave=_frozen(swapped.events),
-        forget=_frozen(dropped.events),
+        forget=_frozen(discarded.events),
         calls=frozenset().union(*calls.values()),
         together={key: tuple(keys) for keys in together.values() for key in keys},
         reruns={key: frozenset(calls[op]) for op, keys in together.items() for key in keys},

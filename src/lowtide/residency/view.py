@@ -39,8 +39,8 @@ class MachineView:
         return self._machine.next_use(record)
 
 
-class DroppingView(MachineView):
-    """The view of a policy whose victims are dropped. A record that cannot be made again costs infinitely much."""
+class DiscardingView(MachineView):
+    """The view of a policy whose victims are discarded. A record that cannot be made again costs infinitely much."""
 
     def __init__(self, machine: Residency, costs: Costs) -> None:
         super().__init__(machine)

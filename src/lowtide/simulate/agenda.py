@@ -21,7 +21,7 @@ class Record:
 
     `open`: the running operator lies in one of its gaps, so that nobody but the residency machine holds it. `watched`:
     the machine wants to hear when that is so again. `leaving`: its write is asked for and has not landed. `away`: its
-    bytes are on the tier only. `dropped`: they are nowhere. `landed_s`: when the write under way, or the last one,
+    bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
     """
 
@@ -34,7 +34,7 @@ class Record:
     watched: bool = True
     leaving: bool = False
     away: bool = False
-    dropped: bool = False
+    discarded: bool = False
     gone: bool = False
     landed_s: float = inf
     arrives_s: float = -1.0
@@ -71,7 +71,7 @@ class Moment:
     closing: list[int] = field(default_factory=list)
     opening: list[Gap] = field(default_factory=list)
     leaving: list[Trip] = field(default_factory=list)
-    dropping: list[Trip] = field(default_factory=list)
+    discarding: list[Trip] = field(default_factory=list)
     fetching: list[Trip] = field(default_factory=list)
     barred: list[Trip] = field(default_factory=list)
     due: list[Trip] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Agenda:
     def _schedule(self, trip: Trip) -> None:
         self.at(trip.due_op).due.append(trip)
         if trip.ops is not None:
-            self.at(trip.gap.after_op).dropping.append(trip)
+            self.at(trip.gap.after_op).discarding.append(trip)
             return
         self.at(trip.gap.after_op).leaving.append(trip)
         if trip.landed_op is not None:

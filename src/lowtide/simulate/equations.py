@@ -9,7 +9,7 @@ the wording is ours:
 (4)  required(op) n V_storage = {}        when an operator begins, nothing it needs is in storage,
 (5)  required(op) <= V_dev                and all of it is on the device.
 
-Here V_storage also holds what was dropped to be made again. Bytes on their way in are paid for from the start of the
+Here V_storage also holds what was discarded to be made again. Bytes on their way in are paid for from the start of the
 read (they count in (3)) but are not on the device before they have arrived (they do not count in (5)).
 """
 
@@ -32,7 +32,7 @@ class Equations:
         self.coming: set[int] = set()
 
     def out(self, record: int) -> None:
-        """Take in that a record's fast bytes are free: its write has landed, or it was dropped."""
+        """Take in that a record's fast bytes are free: its write has landed, or it was discarded."""
         assert record in self.device, f"(1) storage {record} swaps out and is not on the device"
         assert record not in self.storage, f"(2) storage {record} swaps out and is in storage already"
         self.device.remove(record)

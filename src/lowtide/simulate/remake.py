@@ -1,4 +1,4 @@
-"""Making dropped storages again: which operators to run, how long they take and how much memory that needs.
+"""Making discarded storages again: which operators to run, how long they take and how much memory that needs.
 
 Recipes come from `plan/views/lineage.py`, their memory from `plan/costs/rerun.py` (rules 8 and 9 of docs/policies.md).
 """
@@ -59,13 +59,13 @@ class Remaker:
     def in_memory(self, storage: int, op: int) -> bool:
         """Tell whether a storage's bytes are in fast memory, and stay, when an operator begins."""
         record = self._records.get(storage)
-        absent = record is not None and (record.leaving or record.away or record.dropped)
+        absent = record is not None and (record.leaving or record.away or record.discarded)
         return alive_when(self._trace, storage, op) and not absent
 
     def can_remake(self, storage: int, before_op: int) -> bool:
-        """Tell whether a storage dropped now can be made again before an operator, whatever else is dropped by then.
+        """Tell whether a storage discarded now can be made again before an operator, whatever else is by then.
 
-        What is alive then is in memory, or can be made again itself: nothing else is ever dropped.
+        What is alive then is in memory, or can be made again itself: nothing else is ever discarded.
         """
         known = self._sure.get((storage, before_op))
         if known is None:
@@ -78,7 +78,7 @@ class Remaker:
     ) -> Recipe:
         """Return how `wanted` are made before an operator: as planned, or otherwise if that lacks operands.
 
-        `ended`: what was dropped until then, and is not wanted back.
+        `ended`: what was discarded until then, and is not wanted back.
         """
         targets = frozenset(wanted)
         ops: tuple[int, ...] | None = tuple(sorted(set(planned)))
@@ -125,7 +125,7 @@ class Remaker:
         spans = {
             storage: Gap(storage=storage, after_op=before_op, before_op=before_op + 1)
             for storage, record in self._records.items()
-            if (record.leaving or record.away or record.dropped) and storage not in targets and storage not in fetched
+            if (record.leaving or record.away or record.discarded) and storage not in targets and storage not in fetched
         }
         found = self._reruns.of(
             [Swap(gap=gap, fetch_op=gap.before_op) for gap in spans.values()],
@@ -138,9 +138,9 @@ class Remaker:
         return found[0].peak_bytes
 
     def neighbourhood_s(self, storage: int, op: int) -> float:
-        """Return the cost of making a storage again now, with all that is dropped beside it (DTR's neighbourhood).
+        """Return the cost of making a storage again now, with all that is discarded beside it (DTR's neighbourhood).
 
-        That is what has to be made before it, and what was dropped and is made from it.
+        That is what has to be made before it, and what was discarded and is made from it.
         """
         ops = self._find([storage], op, lambda operand: self.in_memory(operand, op))
         if ops is None:
@@ -150,7 +150,7 @@ class Remaker:
         waiting = [storage]
         while waiting:
             for child in self._made_from.get(waiting.pop(), ()):
-                if child not in seen and self._records[child].dropped:
+                if child not in seen and self._records[child].discarded:
                     seen.add(child)
                     waiting.append(child)
                     total_s += sum(self._trace.ops[index].duration_s for index in self._lineage.makers(child) or ())

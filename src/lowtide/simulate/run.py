@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import Observes, Policy
+from lowtide.plan.policy import Policy, revised
 from lowtide.simulate.resources import Resources
 from lowtide.simulate.step import simulate
 
@@ -48,7 +48,6 @@ def simulate_run(
     """
     if steps < 1:
         raise BadArgument(f"{steps} steps are none: simulate 1 or more")
-    observe = policy.observe if isinstance(policy, Observes) else None
 
     def run(plan: Plan | None) -> Timeline:
         return simulate(problem, plan, policy=policy, allocator=allocator, resources=resources, strict=strict)
@@ -60,10 +59,10 @@ def simulate_run(
         timeline = run(plan)
         timelines.append(replace(timeline, trials=unsettled + plan.trials))
         plans.append(plan)
-        revised = observe(problem, plan, timeline) if observe is not None else plan
-        if revised != plan and len(timelines) < steps:
+        changed = revised(policy, problem, plan, timeline)
+        if changed != plan and len(timelines) < steps:
             unsettled = len(timelines)
-        plan = revised
+        plan = changed
     own_trials = plans[-1].trials if plans[-1] is not None else 0
     return Run(
         timelines=tuple(timelines),

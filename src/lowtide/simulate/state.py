@@ -49,10 +49,10 @@ class State:
             self.machine.validate()
             self.equations.fits(self.op, self.peak_bytes[self.op], self.live_bytes())
 
-    def gone(self, record: Record, at_s: float, *, dropped: bool = False) -> None:
-        """Free a record's fast bytes: the tier has them, or (`dropped`) nobody has."""
+    def gone(self, record: Record, at_s: float, *, discarded: bool = False) -> None:
+        """Free a record's fast bytes: the tier has them, or (`discarded`) nobody has."""
         record.leaving = False
-        record.away, record.dropped = not dropped, dropped
+        record.away, record.discarded = not discarded, discarded
         self.away_bytes += record.nbytes
         self.recording.absent(at_s, record.storage, gone=True)
         if self.equations is not None:
@@ -61,7 +61,7 @@ class State:
 
     def claim(self, record: Record) -> None:
         """Lay claim to fast bytes for a record that comes back or is made again."""
-        record.away = record.dropped = False
+        record.away = record.discarded = False
         self.away_bytes -= record.nbytes
         if self.equations is not None:
             self.equations.begins_to_come(record.storage)
@@ -73,8 +73,8 @@ class State:
 
     def released(self, record: Record) -> None:
         """Forget a record that autograd let go of; what was away is not missed any more."""
-        if record.away or record.dropped:
-            record.away = record.dropped = False
+        if record.away or record.discarded:
+            record.away = record.discarded = False
             self.away_bytes -= record.nbytes
             if self.equations is not None:
                 self.equations.released(record.storage)

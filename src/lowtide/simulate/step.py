@@ -23,7 +23,7 @@ from lowtide.simulate.remake import Recipe, Remaker, planned_peaks
 from lowtide.simulate.resources import Resources
 from lowtide.simulate.state import State
 from lowtide.simulate.traffic import Traffic
-from lowtide.simulate.view import DroppingView, SimulatedView
+from lowtide.simulate.view import DiscardingView, SimulatedView
 from lowtide.simulate.waits import Wait, shortened
 
 
@@ -38,7 +38,7 @@ def simulate(
 ) -> Timeline:
     """Return the step of `problem` under a plan (None: no plan, and no knowledge of what comes).
 
-    `policy` chooses victims where memory runs out all the same; those of a policy with `recompute_victims` are dropped
+    `policy` chooses victims where memory runs out all the same; those of a policy that `discards_victims` are discarded
     and made again. `allocator` names a model of `lowtide.estimate.predictors.allocators` for `reserved_peak_bytes`.
     `strict` checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
     """
@@ -65,7 +65,7 @@ class _Step:
         self.ops = trace.ops
         self.agenda = Agenda(problem, plan)
         self.records = self.agenda.records
-        self.discards = problem.can_recompute and bool(getattr(policy, "recompute_victims", False))
+        self.discards = problem.can_recompute and policy is not None and policy.about.discards_victims
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
         self.watch_s = problem.watch_s / max(1, len(self.ops)) if remakes else 0.0
@@ -87,7 +87,7 @@ class _Step:
             committed=Curve(self.agenda.least_bytes(self.state.peak_bytes)) if prefetches else None,
         )
         self.view = (
-            DroppingView(self.state, self.records, self.remaker)
+            DiscardingView(self.state, self.records, self.remaker)
             if self.discards and self.remaker is not None
             else SimulatedView(self.state, self.records, None)
         )
@@ -182,7 +182,7 @@ class _Step:
         for trip in moment.leaving:
             trip.record.tier, trip.record.codec = trip.tier, trip.codec
             self._carry_out(self.state.tell(e.Leave((trip.record.storage,))), clock_s, cause="plan")
-        for trip in moment.dropping:
+        for trip in moment.discarding:
             self._carry_out(self.state.tell(e.Forget((trip.record.storage,))), clock_s, cause="plan")
         for trip in moment.fetching:
             self.traffic.ask_prefetch(trip, clock_s)
@@ -217,7 +217,7 @@ class _Step:
             commands = self.state.tell(e.Needed(storage) if storage in used else e.Due((storage,)))
             if storage in used:
                 self.state.machine.tick()
-            elif record.dropped:
+            elif record.discarded:
                 remade.append(record)
             elif record.arrives_s >= 0:
                 fetched.append(record)
@@ -285,15 +285,15 @@ class _Step:
                     if record.open:
                         self._watch(record, clock_s, cause=cause)
                     continue
-                case e.Write() | e.Drop() | e.Discard() if not record.open:
+                case e.Write() | e.Release() | e.Discard() if not record.open:
                     self._carry_out(self.state.tell(e.Held(record.storage)), clock_s, cause=cause)
                 case e.Write():
                     self.traffic.ask_write(record, clock_s, cause=cause)
-                case e.Drop():
-                    self.state.tell(e.Dropped(record.storage))
+                case e.Release():
+                    self.state.tell(e.Released(record.storage))
                     self.state.gone(record, clock_s)
                 case e.Discard():
-                    self.state.gone(record, clock_s, dropped=True)
+                    self.state.gone(record, clock_s, discarded=True)
             changed = True
         return changed
 

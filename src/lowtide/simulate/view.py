@@ -12,7 +12,7 @@ from lowtide.simulate.state import State
 
 
 class SimulatedView(MachineView):
-    """A `View`, with costs in seconds for policies that drop and recompute (DTR).
+    """A `View`, with costs in seconds for policies that discard and recompute (DTR).
 
     `protected` are storages that operators about to run again will read: they are not given up meanwhile.
     """
@@ -47,15 +47,15 @@ class SimulatedView(MachineView):
         return self._machine.oldest(need_bytes) if everything else by_age(self, need_bytes)
 
 
-class DroppingView(SimulatedView):
-    """The view of a policy whose victims are dropped: it also knows what making them again costs."""
+class DiscardingView(SimulatedView):
+    """The view of a policy whose victims are discarded: it also knows what making them again costs."""
 
     def __init__(self, state: State, records: Mapping[int, Record], remaker: Remaker) -> None:
         super().__init__(state, records, remaker)
         self._maker = remaker
 
     def recompute_s(self, record: int) -> float:
-        """Return how long it would take to make `record` again, with everything dropped that hangs together with it."""
+        """Return how long it takes to make `record` again, with everything discarded that hangs together with it."""
         return self._maker.neighbourhood_s(record, self._state.op)
 
     def staleness_s(self, record: int) -> float:

@@ -1,7 +1,7 @@
 """The best plan for a tiny problem, by trying them all: what the regret of a policy is measured against.
 
 The plans tried are those with at most one decision a gap: every begin, end and request of a read inside it, and every
-span in which it could be dropped and made again.
+span in which it could be discarded and made again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def optimum(problem: Problem, *, most_plans: int = MOST_PLANS) -> Best | None:
 
 
 def _options(whole: Gap, problem: Problem) -> Iterator[Swap | Gap | None]:
-    """Yield what can be done about one gap: nothing, a swap, or a span to be dropped in."""
+    """Yield what can be done about one gap: nothing, a swap, or a span to be discarded in."""
     yield None
     for after_op in range(whole.after_op, whole.before_op):
         for before_op in range(after_op + 1, whole.before_op + 1):
@@ -67,12 +67,12 @@ def _options(whole: Gap, problem: Problem) -> Iterator[Swap | Gap | None]:
 
 
 def _recipes(
-    problem: Problem, lineage: Lineage, swaps: tuple[Swap, ...], dropped: list[Gap]
+    problem: Problem, lineage: Lineage, swaps: tuple[Swap, ...], discarded: list[Gap]
 ) -> tuple[Recompute, ...] | None:
-    """Return the recomputations that bring the dropped gaps back, or None if one cannot be made again."""
-    spans = [*(swap.gap for swap in swaps), *dropped]
+    """Return the recomputations that bring the discarded gaps back, or None if one cannot be made again."""
+    spans = [*(swap.gap for swap in swaps), *discarded]
     found = []
-    for gap in dropped:
+    for gap in discarded:
         absent = {span.storage for span in spans if span.after_op <= gap.before_op < span.before_op}
 
         def available(storage: int, op: int = gap.before_op, absent: set[int] = absent) -> bool:

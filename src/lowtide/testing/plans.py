@@ -22,16 +22,16 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
     @st.composite
     def build(draw: DrawFn) -> Plan:
         swaps: list[Swap] = []
-        dropped: list[Gap] = []
+        discarded: list[Gap] = []
         for whole in problem.trace.gaps():
-            choice = draw(st.sampled_from(("keep", "swap", "drop") if problem.can_recompute else ("keep", "swap")))
+            choice = draw(st.sampled_from(("keep", "swap", "discard") if problem.can_recompute else ("keep", "swap")))
             gap = draw(_parts(whole))
             if choice == "swap":
                 swaps.append(draw(_swaps(gap, problem.tier)))
-            elif choice == "drop":
-                dropped.append(gap)
+            elif choice == "discard":
+                discarded.append(gap)
         # What turns out not to be recomputable stays: more is in memory then, so the other recipes still hold.
-        recomputes = recompute_gaps(problem, swaps=swaps, dropped=dropped)
+        recomputes = recompute_gaps(problem, swaps=swaps, discarded=discarded)
         return Plan(
             policy="random",
             budget_bytes=problem.budget_bytes,
@@ -42,13 +42,13 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
     return build()
 
 
-def recompute_gaps(problem: Problem, *, swaps: list[Swap], dropped: list[Gap]) -> list[Recompute | None]:
-    """Return each dropped gap with its recipe beside the other decisions, or None where there is none."""
+def recompute_gaps(problem: Problem, *, swaps: list[Swap], discarded: list[Gap]) -> list[Recompute | None]:
+    """Return each discarded gap with its recipe beside the other decisions, or None where there is none."""
     lineage = Lineage(problem.trace)
     spans = [(swap.gap.storage, swap.gap.after_op, _due_op(swap)) for swap in swaps]
-    spans += [(gap.storage, gap.after_op, gap.before_op + 1) for gap in dropped]
+    spans += [(gap.storage, gap.after_op, gap.before_op + 1) for gap in discarded]
     found: list[Recompute | None] = []
-    for gap in dropped:
+    for gap in discarded:
         absent = {storage for storage, after_op, due_op in spans if after_op <= gap.before_op < due_op}
 
         def available(storage: int, op: int = gap.before_op, absent: set[int] = absent) -> bool:

@@ -6,7 +6,7 @@ class TestMyPolicy(PolicyTests):
 Pytest collects the subclass if its name starts with `Test`. The suite is about plans and about steps, simulated with
 the plan and without: safety (every rule of the verifier, the survey's equations after every event), conservation of
 bytes, bounds that no system can beat, and the limits of endless memory, an endless and a dead link. A policy may
-declare `adapts = False`: it moves things whatever the budget is.
+say `adapts=False` in its `about`: it moves things whatever the budget is.
 """
 
 from __future__ import annotations
@@ -94,11 +94,6 @@ class FakeView:
         """Return a second for every event that the record's last one lies behind the newest."""
         newest = max((one.last_access for one in self._records), default=0)
         return float(newest - self._records[record].last_access)
-
-
-def adapts(policy: Policy) -> bool:
-    """Tell whether a policy leaves alone what fits; those that do not say so with `adapts = False`."""
-    return bool(getattr(policy, "adapts", True))
 
 
 def assert_sound(plan: Plan, problem: Problem) -> Replay | None:
@@ -245,7 +240,7 @@ class PolicyTests(ABC):
             plan = self.make_policy().plan(problem)
             moved.append({swap.gap for swap in plan.swaps} | {one.gap for one in plan.recomputes})
         assert moved[0] == moved[1] == moved[2]
-        assert not moved[0] or not adapts(self.make_policy())
+        assert not moved[0] or not self.make_policy().about.adapts
 
     @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
     def test_an_endless_link_costs_no_time(self, trace: Trace) -> None:
@@ -268,7 +263,7 @@ class PolicyTests(ABC):
     def test_a_dead_link_does_not_touch_who_only_recomputes(self, trace: Trace) -> None:
         """Plans without swaps do not depend on the link; those of recomputation systems have none."""
         policy = self.make_policy()
-        family = getattr(getattr(policy, "about", None), "family", None)
+        family = policy.about.family
         budget_bytes = (trace.floor_bytes() + trace.peak_bytes) // 2
         dead, fast = (
             policy.plan(Problem(trace=trace, machine=machine_of(link), budget_bytes=budget_bytes, can_recompute=True))

@@ -42,15 +42,15 @@ def simulated_steps(problem: Problem, policy: Policy, plan: Plan, *, may_refuse:
     """Return the step without a plan and the one with it, each asserted to be sound.
 
     A step may be missing where the budget is refused to it: if the policy says that it gives up nothing (`may_refuse`),
-    or drops what it gives up, since making that again takes memory. Whoever swaps runs from the floor on.
+    or discards what it gives up, since making that again takes memory. Whoever swaps runs from the floor on.
     """
-    drops = problem.can_recompute and bool(getattr(policy, "recompute_victims", False))
+    discards = problem.can_recompute and policy.about.discards_victims
     found = []
     for one in (None, plan):
         try:
             found.append(assert_simulated(problem, policy, one))
         except BudgetTooSmall:
-            if not may_refuse and not drops and problem.budget_bytes >= problem.trace.floor_bytes():
+            if not may_refuse and not discards and problem.budget_bytes >= problem.trace.floor_bytes():
                 raise
     return found
 

@@ -51,16 +51,21 @@ class Encoded(Wrapper):
             check_lossless(codec)
         if medium.lossy:
             raise BadArgument(
-                f"tier '{medium.name}' does not keep what it is given, so nothing could be decoded: drop the codec"
+                f"tier '{medium.name}' does not keep what it is given, so nothing could be decoded: leave the codec out"
             )
         super().__init__(medium)
-        self.codecs = tuple(codecs)
+        self._codecs = tuple(codecs)
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._frames: dict[int, _Frame] = {}
         self._buffers = threading.local()
         self._closed = False
         self.reset_figures()
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The codecs that are tried, and those of the wrapped medium."""
+        return (*self._codecs, *self.medium.codecs)
 
     def figures(self) -> dict[str, object]:
         """Return the bytes that went to the medium and came from it, in whole blocks, and what was to be written."""
@@ -125,7 +130,7 @@ class Encoded(Wrapper):
 
     def _smallest(self, start: int, values: Bytes) -> _Frame:
         best = _Frame(start, values.nbytes, None, values.nbytes)
-        for codec in self.codecs:
+        for codec in self._codecs:
             blob_bytes = codec.encoded_bytes(values)
             if _blocks_bytes(blob_bytes) < _blocks_bytes(best.blob_bytes):
                 best = _Frame(start, values.nbytes, codec, blob_bytes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, SpillFull
 from lowtide.tiers.failures import checked_capacity
+from lowtide.tiers.holes import Holes
 from lowtide.tiers.medium import ALIGN_BYTES
 
 
@@ -39,9 +39,7 @@ class Extents:
         # Everything from here on is free; holes lie before it and never touch it or each other.
         self._end = 0
         self._live: dict[int, int] = {}
-        self._by_size: list[tuple[int, int]] = []
-        self._size_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}
+        self._holes = Holes()
 
     @property
     def used_bytes(self) -> int:
@@ -56,12 +54,10 @@ class Extents:
     def take(self, nbytes: int) -> Extent:
         """Return an extent of `nbytes` that overlaps no other live one, or raise `SpillFull`."""
         size = self._blocks_bytes(nbytes)
-        index = bisect_left(self._by_size, (size, 0))
-        if index < len(self._by_size):
-            hole, offset = self._by_size[index]
-            self._remove_hole(offset)
-            if hole > size:
-                self._add_hole(offset + size, hole - size)
+        hole = self._holes.best(size)
+        if hole is not None:
+            offset = hole.offset
+            self._holes.cut(hole, size)
         else:
             offset = self._end
             if self.capacity_bytes is not None and offset + size > self.capacity_bytes:
@@ -79,16 +75,10 @@ class Extents:
         del self._live[extent.offset]
         offset, size = extent.offset, self._blocks_bytes(extent.nbytes)
         self._used_bytes -= size
-        before = self._start_before.get(offset)
-        if before is not None:
-            size += self._remove_hole(before)
-            offset = before
-        if offset + size in self._size_at:
-            size += self._remove_hole(offset + size)
-        if offset + size == self._end:
-            self._end = offset
-        else:
-            self._add_hole(offset, size)
+        hole = self._holes.add(0, offset, size)
+        if hole.offset + hole.nbytes == self._end:
+            self._holes.remove(hole)
+            self._end = hole.offset
 
     def _blocks_bytes(self, nbytes: int) -> int:
         if nbytes < 0:
@@ -96,20 +86,9 @@ class Extents:
         # No extent is free of charge: an empty one has an offset of its own too.
         return max(1, -(-nbytes // self.align_bytes)) * self.align_bytes
 
-    def _add_hole(self, offset: int, size: int) -> None:
-        insort(self._by_size, (size, offset))
-        self._size_at[offset] = size
-        self._start_before[offset + size] = offset
-
-    def _remove_hole(self, offset: int) -> int:
-        size = self._size_at.pop(offset)
-        del self._start_before[offset + size]
-        del self._by_size[bisect_left(self._by_size, (size, offset))]
-        return size
-
     def _full(self, size: int, *, capacity_bytes: int) -> str:
         at_end = max(0, capacity_bytes - self._end)
-        largest = max(at_end, self._by_size[-1][0] if self._by_size else 0)
+        largest = max(at_end, self._holes.largest.nbytes if self._holes.largest is not None else 0)
         return (
             f"no room for {format_bytes(size)} ({size} bytes) in the spill: {format_bytes(self._used_bytes)} of "
             f"{format_bytes(capacity_bytes)} are used, the largest free run is {format_bytes(largest)}: "

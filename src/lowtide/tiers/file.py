@@ -20,7 +20,7 @@ from pathlib import Path
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.tiers import failures, filesystem
-from lowtide.tiers.medium import ALIGN_BYTES
+from lowtide.tiers.medium import ALIGN_BYTES, Files, PlainMedium
 
 STRIPE_BYTES = 8 * 2**20
 BOUNCE_BYTES = 2 * 2**20
@@ -29,7 +29,7 @@ _O_TMPFILE = "O_TMPFILE"
 _O_DIRECT = "O_DIRECT"
 
 
-class FileMedium:
+class FileMedium(PlainMedium):
     """Private spill files, one in each of `directories`.
 
     The files have no name (O_TMPFILE, or unlinked as soon as they are created) and mode 0600, so they vanish however
@@ -53,7 +53,7 @@ class FileMedium:
         if not directories:
             raise BadArgument("no spill directory given: pass at least one")
         self.capacity_bytes = failures.checked_capacity(capacity_bytes)
-        self.directories = tuple(Path(directory).absolute() for directory in directories)
+        self._directories = tuple(Path(directory).absolute() for directory in directories)
         self._owner_pid = os.getpid()
         self._bounces = threading.local()
         named: list[Path] = []
@@ -72,6 +72,16 @@ class FileMedium:
         self.fds: tuple[int, ...] = tuple(fds)
         self._finalizer = weakref.finalize(self, _release, fds, named, self._owner_pid)
         self.notes = (*notes, *self._remarks())
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories, one for each file."""
+        return self._directories
+
+    @property
+    def files(self) -> Files | None:
+        """The files (None: closed)."""
+        return Files(fds=self.fds, stripe_bytes=self.stripe_bytes, direct=self.direct) if self.fds else None
 
     def __repr__(self) -> str:
         mode = "direct" if self.direct else "buffered"

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+from lowtide.codecs.contract import Codec
 
 ALIGN_BYTES = 4096
 """Offsets are multiples of this: what O_DIRECT needs on every common disk, and a page of memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The open files behind a medium, for engines that read and write by descriptor.
+
+    With `direct` they take only block-aligned positions, lengths and memory. Of several files, stripe k of
+    `stripe_bytes` lies on file k % n.
+    """
+
+    fds: tuple[int, ...]
+    stripe_bytes: int
+    direct: bool
 
 
 @runtime_checkable
@@ -21,6 +38,8 @@ class Medium(Protocol):
     - Reading past what was ever written is an error ("short read"), unless the medium is lossy.
     - Operations on distinct extents may run at the same time on any thread.
     - `close` is idempotent; after it, operations raise `OSError`. No operation may be running when it is called.
+
+    `PlainMedium` has what most media say of themselves: no files, no directories, no codecs, no figures.
     """
 
     @property
@@ -35,6 +54,24 @@ class Medium(Protocol):
     def lossy(self) -> bool:
         """Whether reads may give other bytes than were written: never true of a tier to train with."""
 
+    @property
+    def files(self) -> Files | None:
+        """The files to read and write by descriptor (None: bytes pass through `write_at` and `read_at` only)."""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where its files are, to tell users and to know the disk again."""
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The codecs that bytes pass through."""
+
+    def figures(self) -> dict[str, object]:
+        """Return what it counts by itself, ready for a logger."""
+
+    def reset_figures(self) -> None:
+        """Count from zero again, after a measurement."""
+
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`."""
 
@@ -45,7 +82,32 @@ class Medium(Protocol):
         """Release everything, on disk too."""
 
 
-def figures_of(medium: Medium) -> dict[str, object]:
-    """Return what a medium counts by itself, ready for a logger: most count nothing."""
-    figures: dict[str, object] = getattr(medium, "figures", dict)()
-    return figures
+class PlainMedium:
+    """What a medium says of itself that is bytes at offsets and nothing more: inherit it for a tier of your own."""
+
+    @property
+    def files(self) -> Files | None:
+        """None: bytes pass through `write_at` and `read_at`."""
+        return None
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """None."""
+        return ()
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """None."""
+        return ()
+
+    def figures(self) -> dict[str, object]:
+        """Return nothing: nothing is counted."""
+        return {}
+
+    def reset_figures(self) -> None:
+        """Do nothing: nothing is counted."""
+
+
+def missing_of_medium(found: object) -> list[str]:
+    """Return which attributes of a `Medium` something lacks."""
+    return [name for name in dir(Medium) if not name.startswith("_") and not hasattr(found, name)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lowtide.tiers import failures
+from lowtide.tiers.medium import PlainMedium
 
 _ZEROS = bytes(2**20)
 
 
-class NullMedium:
+class NullMedium(PlainMedium):
     """Discards what is written and reads zeros.
 
     Training over it computes wrong results by design, so it is `lossy`: use it to time the machinery, never to train.

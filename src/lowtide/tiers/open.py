@@ -15,7 +15,7 @@ from lowtide.errors import BadArgument
 from lowtide.tiers import failures, filesystem
 from lowtide.tiers.encoded import ZERO_VALUE, Encoded, check_lossless
 from lowtide.tiers.file import FileMedium
-from lowtide.tiers.medium import Medium
+from lowtide.tiers.medium import Medium, missing_of_medium
 from lowtide.tiers.null import NullMedium
 
 ENTRY_POINTS = "lowtide.tiers"
@@ -57,6 +57,11 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
                 f"not {capacity_bytes}: state it where the tier is opened"
             )
         return spill
+    if hasattr(spill, "write_at"):
+        raise BadArgument(
+            f"{type(spill).__name__} is no Medium: it lacks {', '.join(missing_of_medium(spill))}; "
+            "lowtide.tiers.PlainMedium has defaults to inherit"
+        )
     return FileMedium(_directories(spill), capacity_bytes=capacity_bytes)
 
 
@@ -126,7 +131,8 @@ def _open_plugin(point: EntryPoint, url: str, *, capacity_bytes: int | None) -> 
     medium = factory(url, capacity_bytes=capacity_bytes)
     if not isinstance(medium, Medium):
         raise BadArgument(
-            f"tier '{point.name}' of {package} made a {type(medium).__name__}, which is no Medium: update it"
+            f"tier '{point.name}' of {package} made a {type(medium).__name__}, which is no Medium: it lacks "
+            f"{', '.join(missing_of_medium(medium))}; lowtide.tiers.PlainMedium has defaults to inherit"
         )
     return medium
 

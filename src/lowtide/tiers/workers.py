@@ -62,11 +62,11 @@ class Workers:
             return []
         with self._wake:
             self._stopped = True
-            dropped = [task for lane in self._lanes for task in lane]
+            waiting = [task for lane in self._lanes for task in lane]
             for lane in self._lanes:
                 lane.clear()
             self._wake.notify_all()
-        return dropped
+        return waiting
 
     def join(self) -> None:
         """Wait until the threads have ended."""

@@ -1,8 +1,4 @@
-"""Media that make another one slow or faulty, to see what the rest of Lowtide does then.
-
-A wrapper has every attribute of what it wraps but `fds`: whoever could go around Python by descriptor must not go
-around the wrapper.
-"""
+"""Media that make another one slow or faulty, to see what the rest of Lowtide does then."""
 
 from __future__ import annotations
 
@@ -14,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
 
+from lowtide.codecs.contract import Codec
 from lowtide.errors import BadArgument
 from lowtide.tiers import failures
-from lowtide.tiers.medium import Medium
+from lowtide.tiers.medium import Files, Medium
 
 
 class Wrapper:
@@ -42,11 +39,28 @@ class Wrapper:
         """Whether the wrapped medium is lossy."""
         return self.medium.lossy
 
-    def __getattr__(self, name: str) -> Any:
-        # Private names are not forwarded either: copying and pickling probe them before `medium` exists.
-        if name == "fds" or name.startswith("_") or name == "medium":
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.medium, name)
+    @property
+    def files(self) -> Files | None:
+        """None: whoever could go around Python by descriptor must not go around the wrapper."""
+        return None
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The wrapped medium's directories."""
+        return self.medium.directories
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The wrapped medium's codecs."""
+        return self.medium.codecs
+
+    def figures(self) -> dict[str, object]:
+        """Return the wrapped medium's figures."""
+        return self.medium.figures()
+
+    def reset_figures(self) -> None:
+        """Let the wrapped medium count from zero."""
+        self.medium.reset_figures()
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write to the wrapped medium."""

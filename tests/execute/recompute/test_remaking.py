@@ -24,16 +24,16 @@ from lowtide.execute.backends.cpu.backend import CpuBackend
 from lowtide.execute.recompute.recipes import repeats, without_statistics, writes_of
 from lowtide.execute.recompute.rerun import Rerun
 from lowtide.execute.tide.tide import Tide
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 
 WIDTH = 256
-BUDGET_BYTES = 8 << 20  # a tensor here has 1 MiB; the policy drops all the same
+BUDGET_BYTES = 8 << 20  # a tensor here has 1 MiB; the policy discards all the same
 aten = torch.ops.aten
 Step = Callable[[int, Tensor, Tensor], Tensor]
 
 
 def opened(spill: Path) -> Tide:
-    return lowtide.fit(budget=BUDGET_BYTES, spill=spill, policy=DropAll(once=True))
+    return lowtide.fit(budget=BUDGET_BYTES, spill=spill, policy=DiscardAll(once=True))
 
 
 def gradients(step: Step, tide: Tide | None, *, steps: int = 6) -> list[Tensor]:
@@ -58,10 +58,10 @@ def ran_again(tide: Tide) -> bool:
 
 
 def assert_exact(step: Step, spill: Path, *, budget_bytes: int = BUDGET_BYTES) -> None:
-    """Compare every step's gradient with stock's, whether a dropped storage is made once or on the way."""
+    """Compare every step's gradient with stock's, whether a discarded storage is made once or on the way."""
     stock = gradients(step, None)
     for once in (True, False):
-        with lowtide.fit(budget=budget_bytes, spill=spill, policy=DropAll(once=once)) as tide:
+        with lowtide.fit(budget=budget_bytes, spill=spill, policy=DiscardAll(once=once)) as tide:
             managed = gradients(step, tide)
             assert ran_again(tide)
         for index, (expected, found) in enumerate(zip(stock, managed, strict=True)):
@@ -155,19 +155,19 @@ def assert_gradients_of_stock(weights: list[Tensor], inputs: Tensor) -> None:
         assert torch.equal(expected.grad, found.grad)
 
 
-def dropped(tide: Tide) -> int:
-    return sum(bool(tide._runtime.is_dropped(record)) for record in tide._runtime.machine.records())
+def discarded(tide: Tide) -> int:
+    return sum(bool(tide._runtime.is_discarded(record)) for record in tide._runtime.machine.records())
 
 
 def test_what_the_last_remembered_call_made_is_given_up_too(tmp_path: Path) -> None:
     # What a call makes is saved when the call is over: by its own operator, or by one that reads it.
-    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DropAll(once=True)) as tide:
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
         weights, inputs = trained(tide)
         plan = tide.plan()
         assert plan is not None
         with tide.step():
             loss = chained(weights, inputs)
-            assert dropped(tide) == len({one.gap.storage for one in plan.recomputes}) > 1
+            assert discarded(tide) == len({one.gap.storage for one in plan.recomputes}) > 1
             written = tide.stats()["swapped_out_bytes"]
             loss.backward()
         assert tide.stats()["swapped_out_bytes"] == written
@@ -178,8 +178,8 @@ def test_nothing_given_up_outlives_its_step(tmp_path: Path) -> None:
         weights, inputs = trained(tide)
         with tide.step():
             kept = chained(weights, inputs)
-            assert dropped(tide) > 0
-        assert dropped(tide) == 0
+            assert discarded(tide) > 0
+        assert discarded(tide) == 0
         for weight in weights:
             weight.grad = None
         kept.backward()
@@ -189,21 +189,21 @@ def test_nothing_given_up_outlives_its_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["the step's end", "the tide's end"])
 def test_a_graph_that_is_kept_fits_into_the_budget_and_lasts(end: str, tmp_path: Path) -> None:
     # 24 layers of 1 MiB under 14 MiB: what is made again one by one has to be swapped meanwhile.
-    with lowtide.fit(budget=14 << 20, spill=tmp_path, policy=DropAll(once=True)) as tide:
+    with lowtide.fit(budget=14 << 20, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
         weights, inputs = trained(tide, layers=24)
         for weight in weights:
             weight.grad = None
         if end == "the step's end":
             with tide.step():
                 kept = chained(weights, inputs)
-            assert dropped(tide) == 0
+            assert discarded(tide) == 0
             with tide.step():
                 kept.backward()
         else:
             with pytest.raises(ZeroDivisionError), tide.step():
                 kept = chained(weights, inputs)
                 _ = 1 / 0
-            assert dropped(tide) > 0
+            assert discarded(tide) > 0
     if end != "the step's end":
         kept.backward()
     assert_gradients_of_stock(weights, inputs)
@@ -415,7 +415,7 @@ def test_what_many_layers_read_may_change_within_the_budget(tmp_path: Path) -> N
 
 
 def test_nothing_is_held_longer_than_its_record(tmp_path: Path) -> None:
-    with lowtide.fit(budget=10 << 20, spill=tmp_path, policy=DropAll(once=True)) as tide:
+    with lowtide.fit(budget=10 << 20, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
         weights, inputs = trained(tide, layers=12)
         held: list[int] = []
         weights[0].register_hook(lambda _gradient: held.append(len(tide._runtime.machine.records())))
@@ -445,7 +445,7 @@ def test_only_the_programs_own_calls_are_numbered(tmp_path: Path, monkeypatch: p
     numbers: list[int] = []
     original = CpuBackend.mark_call
     monkeypatch.setattr(CpuBackend, "mark_call", lambda self, number: (numbers.append(number), original(self, number)))
-    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DropAll(once=True)) as tide:
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
         with tide.step():
             step(weights, inputs)
         assert int(str(tide.stats()["swapped_in_bytes"])) > 0
@@ -534,7 +534,7 @@ def test_modes_of_the_program_do_not_see_what_runs_again(tmp_path: Path) -> None
             found.append(counter.get_total_flops())
         return found
 
-    with lowtide.fit(model, budget=12 << 20, spill=tmp_path, policy=DropAll(once=True)) as tide:
+    with lowtide.fit(model, budget=12 << 20, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
         managed = flops(tide)
         assert ran_again(tide)
     assert managed == flops(None)
@@ -555,7 +555,7 @@ def test_what_torch_compile_made_is_what_runs(tmp_path: Path) -> None:
     program = f"""
         import torch, lowtide
         from torch._dynamo.utils import counters
-        from tests.bitwise.drop_all import DropAll
+        from tests.bitwise.discard_all import DiscardAll
 
         def steps(context):
             torch._dynamo.reset()
@@ -571,7 +571,7 @@ def test_what_torch_compile_made_is_what_runs(tmp_path: Path) -> None:
         stock = steps(nullcontext)
         assert counters["frames"]["ok"] == 1, counters
         counters.clear()
-        with lowtide.fit(budget=12 << 20, spill={str(tmp_path)!r}, policy=DropAll(once=True)) as tide:
+        with lowtide.fit(budget=12 << 20, spill={str(tmp_path)!r}, policy=DiscardAll(once=True)) as tide:
             managed = steps(tide.step)
             assert tide.stats()["recomputed_ops"] == 0
         assert counters["frames"]["ok"] == 1, counters
@@ -593,7 +593,7 @@ def test_verify_notices_an_operator_that_does_not_repeat_itself(
         return saved_sum(weight, offset.clone())
 
     honest = Rerun._value
-    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DropAll(once=True), verify=True) as tide:
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DiscardAll(once=True), verify=True) as tide:
         exact = gradients(step, tide)
         with monkeypatch.context() as patch:
             patch.setattr(Rerun, "_value", value)

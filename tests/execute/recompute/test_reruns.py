@@ -15,7 +15,7 @@ from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.compose import compose
-from lowtide.plan.policy import View, until_covered
+from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.views.lineage import Lineage
 from lowtide.simulate import simulate
 
@@ -23,12 +23,12 @@ WIDTH = 256
 LAYERS = 4
 
 
-class SwapFirstDropSecond:
-    """Swaps what the first layer makes and drops what the second makes of it: its recipe leads through what is away."""
+class SwapFirstDiscardSecond:
+    """Swaps what one layer makes and discards what the next makes of it: its recipe leads over what is away."""
 
-    name = "swap_first_drop_second"
-    summary = "swaps one, drops another that is made from it"
-    recomputes = True
+    name = "swap_first_discard_second"
+    summary = "swaps one, discards another that is made from it"
+    about = About(family=Family.RECOMPUTE, runs=(Runs.REAL,), recomputes=True)
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
@@ -77,7 +77,7 @@ def test_what_is_away_is_made_again_where_the_plan_says_so_and_not_read(tmp_path
     weights = [torch.randn(WIDTH, requires_grad=True) for _ in range(LAYERS)]
     inputs = torch.randn(1024, WIDTH)
     stock = gradients(weights, inputs, None)
-    with lowtide.fit(budget="16MiB", spill=tmp_path, policy=SwapFirstDropSecond()) as tide:
+    with lowtide.fit(budget="16MiB", spill=tmp_path, policy=SwapFirstDiscardSecond()) as tide:
         for _ in range(4):
             before = tide.stats()
             managed = gradients(weights, inputs, tide)
@@ -129,7 +129,7 @@ def test_what_is_away_is_read_where_it_could_not_be_made_again(
         return [weight.grad for weight in weights if weight.grad is not None]
 
     stock = [step(index) for index in range(6)]
-    with lowtide.fit(budget="24MiB", spill=tmp_path, policy=SwapFirstDropSecond()) as tide:
+    with lowtide.fit(budget="24MiB", spill=tmp_path, policy=SwapFirstDiscardSecond()) as tide:
         for index in range(6):
             with tide.step():
                 managed = step(index)

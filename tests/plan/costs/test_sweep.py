@@ -183,7 +183,7 @@ def test_a_prefetch_stands_back_for_memory_that_recomputation_needs() -> None:
         assert (seen.peak_bytes, seen.stall_s) == (budget_bytes, pytest.approx(stall_s))
 
 
-def test_a_dropped_storage_that_nobody_asks_for_again_is_not_made() -> None:
+def test_a_discarded_storage_that_nobody_asks_for_again_is_not_made() -> None:
     unused = replace(TRACE.saves[0], uses=())
     ops = tuple(replace(op, reads=()) if op.name == "layer0.backward" else op for op in TRACE.ops)
     trace = replace(TRACE, saves=(unused, *TRACE.saves[1:]), ops=ops)

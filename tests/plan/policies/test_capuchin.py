@@ -13,7 +13,7 @@ from lowtide.core.serialize import load_trace
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
 from lowtide.plan.auto.choose import candidates
-from lowtide.plan.auto.mix import Dropping
+from lowtide.plan.auto.mix import Discarding
 from lowtide.plan.costs.sweep import Sweep, predict
 from lowtide.plan.policies.capuchin import Booking, Capuchin, time_swap, trigger_op
 from lowtide.plan.policies.vdnn import Vdnn, that_fit
@@ -200,8 +200,8 @@ def sublinear(problem: Problem, every: int) -> Plan:
     """Chen et al.: every so many saved storages are kept, those between are made again, segment by segment."""
     facts = Sweep(problem)
     found = candidates(problem, facts)
-    droppable = [one for k, one in enumerate(found) if k % every]
-    mix = Dropping(problem, facts, found).mix(droppable, dropped={one.gap for one in droppable}, once=False)
+    discardable = [one for k, one in enumerate(found) if k % every]
+    mix = Discarding(problem, facts, found).mix(discardable, discarded={one.gap for one in discardable}, once=False)
     recomputed = {one.gap.storage for one in mix.recomputes}
     return Plan(
         policy="sublinear",

@@ -1,4 +1,4 @@
-"""DTR: drops by cost, size and staleness when memory runs out (Kirisame et al., ICLR 2021)."""
+"""DTR: discards by cost, size and staleness when memory runs out (Kirisame et al., ICLR 2021)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def simulated(trace: Trace, budget_bytes: int, link: Link = DISK, heuristic: str
     return simulate(problem, policy.plan(problem), policy=policy, strict=True)
 
 
-def test_it_drops_and_makes_again_and_moves_nothing() -> None:
+def test_it_discards_and_makes_again_and_moves_nothing() -> None:
     trace = chain_trace(10)
     timeline = simulated(trace, 6 * MIB)
     assert (timeline.moved_out_bytes, timeline.moved_in_bytes) == (0, 0)
@@ -127,20 +127,20 @@ def test_its_own_heuristic_beats_the_least_recently_used_where_costs_differ() ->
     assert simulated(trace, budget_bytes).recompute_s < simulated(trace, budget_bytes, heuristic="lru").recompute_s
 
 
-def test_a_budget_that_dropping_cannot_meet_is_refused_with_numbers() -> None:
+def test_a_budget_that_discarding_cannot_meet_is_refused_with_numbers() -> None:
     with pytest.raises(BudgetTooSmall):
         simulated(chain_trace(6), MIB // 2)
 
 
 def test_it_declares_that_it_recomputes() -> None:
-    assert Dtr.recompute_victims
-    assert Dtr.recomputes
+    assert Dtr.about.discards_victims
+    assert Dtr.about.recomputes
     assert Dtr.about.family is Family.RECOMPUTE
     assert Dtr.about.runs == (Runs.REAL, Runs.SIMULATED)
     trace = chain_trace(3)
     plans = [Dtr().plan(problem_of(trace, MIB, can_recompute=can)) for can in (True, False)]
     assert [plan.prediction for plan in plans] == [None, None]
-    assert plans[0].notes == ("reactive: victims are chosen when memory runs out, and dropped and made again",)
+    assert plans[0].notes == ("reactive: victims are chosen when memory runs out, and discarded and made again",)
     assert plans[1].notes[0].endswith("swapped, since the executor cannot run operators again")
 
 

@@ -204,7 +204,7 @@ def test_where_attention_cannot_be_made_again_it_says_so() -> None:
     assert any("attention is swapped" in note for note in plain.notes)
 
 
-def test_attention_is_dropped_where_that_saves_memory() -> None:
+def test_attention_is_discarded_where_that_saves_memory() -> None:
     trace = attention()
     # A large operator between the passes is the peak; the keys and the query are alive all along.
     middle = Step(name="aten::large", phase=Phase.FORWARD, duration_s=1e-2, scratch_bytes=100 << 20)

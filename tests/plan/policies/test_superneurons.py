@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Kind, Phase, Save, Storage, Trace
-from lowtide.plan.policies.superneurons import SuperNeurons, drops, largest_need_bytes
+from lowtide.plan.policies.superneurons import SuperNeurons, discards, largest_need_bytes
 from lowtide.plan.verify import check, replay
 from lowtide.simulate import simulate
 from lowtide.testing.networks import networks
@@ -106,9 +106,9 @@ def test_the_four_analytic_peaks_are_met_exactly() -> None:
     assert replay(plan, recompute).peak_bytes == predicted(plan).peak_bytes == largest == 800
     assert simulate(recompute, plan, strict=True).peak_bytes == 800
     assert largest_need_bytes(trace) == largest
-    # The last layer's output is needed at once; all other cheap ones are dropped.
-    dropped = {one.gap.storage for one in plan.recomputes}
-    assert dropped == {i for i, (kind, _, _) in enumerate(LINEAR[:-1]) if kind != "conv"}
+    # The last layer's output is needed at once; all other cheap ones are discarded.
+    discarded = {one.gap.storage for one in plan.recomputes}
+    assert discarded == {i for i, (kind, _, _) in enumerate(LINEAR[:-1]) if kind != "conv"}
     assert {LINEAR[swap.gap.storage][0] for swap in plan.swaps} <= {"conv"}
 
 
@@ -131,9 +131,9 @@ def test_a_segment_within_l_peak_is_made_once_and_kept() -> None:
 def test_a_longer_segment_is_made_again_for_each_member() -> None:
     trace = linear_net([("conv", 100, 100), *[("relu", 100, 100)] * 6])
     assert largest_need_bytes(trace) == 200
-    dropped = {one.gap.storage: one for one in drops(trace, keep_bytes=largest_need_bytes(trace))}
-    assert sorted(dropped) == [1, 2, 3, 4, 5]
-    for storage, one in dropped.items():
+    discarded = {one.gap.storage: one for one in discards(trace, keep_bytes=largest_need_bytes(trace))}
+    assert sorted(discarded) == [1, 2, 3, 4, 5]
+    for storage, one in discarded.items():
         assert one.ops == tuple(range(1, storage + 1))
         assert one.gap.before_op == 13 - storage
     # The five members, 500 bytes, are more than l_peak, so that none is kept for the next.
@@ -154,7 +154,7 @@ def test_the_cache_of_a_feed_forward_net_evicts_the_earliest_first_and_on_demand
         assert swap.fetch_op == swap.gap.before_op
 
 
-def test_what_fits_is_neither_dropped_nor_moved() -> None:
+def test_what_fits_is_neither_discarded_nor_moved() -> None:
     trace = linear_net(LINEAR)
     plan = SuperNeurons().plan(problem_of(trace, trace.peak_bytes, can_recompute=True))
     assert (plan.swaps, plan.recomputes) == ((), ())

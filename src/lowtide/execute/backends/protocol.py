@@ -2,6 +2,8 @@
 
 Everything that knows a device lives behind `Backend`: accounting of fast memory, starting and waiting for transfers,
 ordering against compute, the clock. The residency machine, the plan language and the policies are the same above it.
+Each user takes the part it needs: the driver `Transfers`, the runtime `StepMemory`, the recorder `Observation`; only a
+tide, which opens it, holds all of it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lowtide.core.log import Log
+from lowtide.capture.recorder import Observation, Serials
 from lowtide.estimate.traffic import Traffic
 from lowtide.residency.events import Event
 
@@ -57,21 +59,8 @@ class GradientMemory(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """Fast memory with a budget, and the way to the tier below it. Calls that may wait say so."""
-
-    device: torch.device
-    """Where fast memory is: tensors of other devices are not managed."""
-
-    @property
-    def remakes(self) -> Remakes | None:
-        """What gives records up without a copy and takes them when they were made again, where that is possible."""
-        ...
-
-    @property
-    def gradients(self) -> GradientMemory | None:
-        """What lets finished gradients leave while backward runs, where that is possible."""
-        ...
+class Budget(Protocol):
+    """Fast memory with a budget: what a tide opens, asks and closes."""
 
     @property
     def exact_budget(self) -> bool:
@@ -84,6 +73,38 @@ class Backend(Protocol):
         It answers how many bytes are in flight, below zero to give up.
         """
         ...
+
+    def refresh_static(self) -> None:
+        """Bring the accounting of memory from other allocators up to date."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return the numbers now."""
+        ...
+
+    def figures(self) -> dict[str, object]:
+        """Return what else there is to tell, for `Tide.stats`."""
+        ...
+
+    @property
+    def refusals(self) -> int:
+        """How many allocations were refused so far."""
+        ...
+
+    def too_small(self) -> BaseException:
+        """Return the error for the allocation that was refused last: `BudgetTooSmall`, or what interrupted its wait."""
+        ...
+
+    def close(self, *, bring_back: bool = True) -> None:
+        """Lift the budget and remove the spill; `bring_back` what is still saved, or let it go with the tier."""
+        ...
+
+
+class SavedTensors(Serials, Protocol):
+    """Tensors that autograd saved, by packs that lead to records."""
+
+    device: torch.device
+    """Where fast memory is: tensors of other devices are not managed."""
 
     def storage_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes of the storage behind a tensor; -1 if others can reach that memory: it cannot move."""
@@ -105,6 +126,14 @@ class Backend(Protocol):
         """Forget a saved tensor. May be called on any thread, at any time."""
         ...
 
+    def mark_unpack(self, pack: int) -> None:
+        """Log that autograd unpacked this."""
+        ...
+
+
+class Transfers(Protocol):
+    """Records on their way out and back: what carries out the residency machine's commands. Waits are stated."""
+
     def watch(self, record: int) -> None:
         """Report `Sole` when nobody else holds the record any more (new records are watched from the start)."""
         ...
@@ -121,7 +150,7 @@ class Backend(Protocol):
         """Keep a leaving record; False if it has left already."""
         ...
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         """Give up a clean record's fast bytes; False if it cannot be moved now."""
         ...
 
@@ -137,6 +166,14 @@ class Backend(Protocol):
         """Wait for a record's transfer. Raises `SpillError` if it failed."""
         ...
 
+    def forget_freed(self) -> None:
+        """Stop counting memory of other allocators that was freed since. Quick: called while an allocation waits."""
+        ...
+
+
+class Foresight(Protocol):
+    """What a plan tells of the step ahead."""
+
     def stage(self, record: int) -> None:
         """Bring a record closer without taking fast memory: it is due before long."""
         ...
@@ -149,61 +186,28 @@ class Backend(Protocol):
         """Make room for what is expected, and let the device catch up if it is far behind. May wait."""
         ...
 
-    def usage(self) -> Usage:
-        """Return the numbers now."""
-        ...
 
-    def figures(self) -> dict[str, object]:
-        """Return what else there is to tell, for `Tide.stats`."""
-        ...
+class StepMemory(SavedTensors, Transfers, Foresight, Protocol):
+    """What a running step asks of fast memory."""
 
-    def observe(self, *, names: bool, log: bool) -> None:
-        """Watch which operator runs, and log the step in full."""
-        ...
-
-    def rest(self) -> None:
-        """Stop watching operators: the step has ended."""
-        ...
-
-    def take_log(self) -> Log | None:
-        """Stop the log and return it (None: the step was too long to log)."""
-        ...
-
-    def drop_log(self) -> None:
-        """Stop the log and forget it."""
-        ...
-
-    def mark_unpack(self, pack: int) -> None:
-        """Log that autograd unpacked this."""
-        ...
-
-    def mark_module(self, name: str) -> None:
-        """Log that this module's operators follow."""
-        ...
-
-    def serial_of(self, tensor: torch.Tensor) -> int:
-        """Return the number under which the log knows a tensor's storage."""
+    @property
+    def remakes(self) -> Remakes | None:
+        """What gives records up without a copy and takes them when they were made again, where that is possible."""
         ...
 
     @property
-    def refusals(self) -> int:
-        """How many allocations were refused so far."""
+    def gradients(self) -> GradientMemory | None:
+        """What lets finished gradients leave while backward runs, where that is possible."""
         ...
 
-    def too_small(self) -> BaseException:
-        """Return the error for the allocation that was refused last: `BudgetTooSmall`, or what interrupted its wait."""
-        ...
 
-    def forget_freed(self) -> None:
-        """Stop counting memory of other allocators that was freed since. Quick: called while an allocation waits."""
-        ...
+class Backend(Budget, StepMemory, Observation, Protocol):
+    """Fast memory with a budget, the way to the tier below it, and the log of a step."""
 
-    def refresh_static(self) -> None:
-        """Bring the accounting of memory from other allocators up to date."""
-        ...
+    device: torch.device
 
-    def close(self, *, bring_back: bool = True) -> None:
-        """Lift the budget and remove the spill; `bring_back` what is still saved, or let it go with the tier."""
+    def rest(self) -> None:
+        """Stop watching operators: the step has ended."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""What it costs to make a record again with everything dropped that hangs together with it, as DTR estimates it.
+"""What it costs to make a record again with everything discarded that hangs together with it, as DTR estimates it.
 
-Each record has a cost of its own: the calls that make it from other records. What is dropped forms components: a record
-that is dropped joins those of its dropped neighbours, the records it is made from and those made from it; the cost of a
-component is the sum of its members'. One that is made again takes its own cost out of its component, but does not split
-it (Kirisame et al., ICLR 2021, the approximation with union-find): exact components would have to be walked whenever
-memory runs out.
+Each record has a cost of its own: the calls that make it from other records. What is discarded forms components: a
+record that is discarded joins those of its discarded neighbours, the records it is made from and those made from it;
+the cost of a component is the sum of its members'. One that is made again takes its own cost out of its component, but
+does not split it (Kirisame et al., ICLR 2021, the approximation with union-find): exact components would have to be
+walked whenever memory runs out.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Neighbourhoods:
             self._waiting = unknown
 
     def cost_s(self, record: int) -> float:
-        """Return what a record costs with all that is dropped around it."""
+        """Return what a record costs with all that is discarded around it."""
         node = self._nodes[record]
         return node.own_s + sum(self._costs_s[component] for component in self._around(node))
 
-    def dropped(self, record: int) -> None:
+    def discarded(self, record: int) -> None:
         """Take note that a record was given up."""
         node = self._nodes.get(record)
         if node is None:

@@ -248,7 +248,7 @@ def repeats(operator: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return False  # it may keep a state that no schema tells of
     if not draws_random(operator):
         return True
-    # Attention kernels draw only if they drop something out.
+    # Attention kernels draw only where dropout is on.
     at = _position(operator, "dropout_p")
     if at is None:
         return False

@@ -110,7 +110,7 @@ class Remaker(OwnMode):
         self._products.clear()
         self._readers.clear()
         self._neighbourhoods = self._no_neighbours()  # another thread may still look at the old ones
-        for record in [record for record in list(self._recipes) if not self._records.is_dropped(record)]:
+        for record in [record for record in list(self._recipes) if not self._records.is_discarded(record)]:
             self._release(record)
         self._left = set(self._recipes)
 
@@ -162,13 +162,13 @@ class Remaker(OwnMode):
             return None
         discarded = self._backend.discard(record)
         if discarded:
-            self._neighbourhoods.dropped(record)
+            self._neighbourhoods.discarded(record)
         return discarded
 
     # ---- what a policy may ask ----
 
     def recompute_s(self, record: int) -> float:
-        """Return how long it would take to make a record again, with everything dropped that hangs together with it."""
+        """Return how long it takes to make a record again, with everything discarded that hangs together with it."""
         product = self._recipes.get(record)
         if product is None or not product.whole or record in self._left:
             return math.inf
@@ -380,8 +380,8 @@ class Remaker(OwnMode):
     def remake(self, records: Sequence[int], *, planned: Collection[int] = ()) -> None:
         """Run the calls again that make these records, as far as they are given up. May wait for room and reads."""
         with self._lock:
-            dropped = [record for record in records if self._records.is_dropped(record)]
-            wanted = {self._recipes[record]: record for record in dropped}
+            discarded = [record for record in records if self._records.is_discarded(record)]
+            wanted = {self._recipes[record]: record for record in discarded}
             if not wanted:
                 return
             begun = time.perf_counter()
@@ -395,7 +395,7 @@ class Remaker(OwnMode):
                         self._records.remade(record)
                         if record in self._left:
                             self._release(record)
-                    elif self._records.is_dropped(record):
+                    elif self._records.is_discarded(record):
                         raise AssertionError(f"record {record} was made again with another size, or on another device")
             self.ran += made.calls
             self._host_s += time.perf_counter() - begun

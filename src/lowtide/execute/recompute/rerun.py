@@ -33,7 +33,7 @@ class Records(Protocol):
         """Return a record's storage as a flat tensor, in memory while the context lasts."""
         ...
 
-    def is_dropped(self, record: int) -> bool | None:
+    def is_discarded(self, record: int) -> bool | None:
         """Tell whether a record was given up (None: there is no such record)."""
         ...
 
@@ -123,7 +123,7 @@ class Rerun:
         product = operand.product
         if product in self._wanted or product.record is None or not product.whole:
             return False
-        if operand.changes != product.changes or self._records.is_dropped(product.record) is not False:
+        if operand.changes != product.changes or self._records.is_discarded(product.record) is not False:
             return False
         return not (self._is_planned(product) and self._records.is_away(product.record))
 

@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lowtide.errors import SpillFull
-from lowtide.execute.backends.protocol import Backend
+from lowtide.execute.backends.protocol import Transfers
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
 from lowtide.residency.machine import Residence, Residency
-from lowtide.residency.view import DroppingView
+from lowtide.residency.view import DiscardingView
 
 
 class Driver(ABC):
     """Brings the machine and the backend together, for one caller and for every thread that allocates."""
 
-    def __init__(self, backend: Backend, policy: Policy, *, strict: bool) -> None:
+    def __init__(self, backend: Transfers, policy: Policy, *, strict: bool) -> None:
         self.backend = backend
         self.machine = Residency(self._victims)
         self.remaker: Remaker | None = None
@@ -91,12 +91,12 @@ class Driver(ABC):
         for record in records:
             self.backend.wait(record)
 
-    def is_dropped(self, record: int) -> bool | None:
+    def is_discarded(self, record: int) -> bool | None:
         """Tell whether a record was given up (None: there is no such record)."""
         with self._lock:
             self._settle()  # it may be gone by now
             where = self.machine.where(record)
-        return None if where is None else where is Residence.DROPPED
+        return None if where is None else where is Residence.DISCARDED
 
     def is_away(self, record: int) -> bool:
         """Tell whether a record is on a tier only, and not on its way back."""
@@ -151,9 +151,9 @@ class Driver(ABC):
             match command:
                 case e.Write(record):
                     done &= self._write(record)
-                case e.Drop(record):
-                    if self.backend.drop(record):
-                        self.machine.on(e.Dropped(record))
+                case e.Release(record):
+                    if self.backend.release(record):
+                        self.machine.on(e.Released(record))
                     else:
                         done = False
                         self._run(self.machine.on(e.Held(record)))
@@ -193,5 +193,5 @@ class Driver(ABC):
 
     def _victims(self, machine: Residency, need_bytes: int) -> Iterator[int]:
         if machine.discards and self.remaker is not None:
-            return self._policy.victims(DroppingView(machine, self.remaker), need_bytes)
+            return self._policy.victims(DiscardingView(machine, self.remaker), need_bytes)
         return self._policy.victims(machine, need_bytes)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.autograd.gradients import Gradients
 from lowtide.autograd.kept import KeptTensor, is_parameter
-from lowtide.execute.backends.protocol import Backend, Packed
+from lowtide.execute.backends.protocol import Packed, StepMemory
 from lowtide.execute.recompute.modes import can_watch
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.execute.step.driver import Driver
@@ -34,8 +34,10 @@ _LEAST_WAIT_S = 1e-4
 class Runtime(Driver):
     """Keeps saved tensors inside the backend's budget, one step after the other."""
 
+    backend: StepMemory
+
     def __init__(
-        self, backend: Backend, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
+        self, backend: StepMemory, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
     ) -> None:
         super().__init__(backend, policy, strict=strict)
         self.matcher = Matcher()
@@ -66,7 +68,7 @@ class Runtime(Driver):
         with self._lock:
             self._settle()
             self.machine.begin_step()
-            self.machine.discards = self._remakes and bool(getattr(self._policy, "recompute_victims", False))
+            self.machine.discards = self._remakes and self._policy.about.discards_victims
             self._key_of.clear()
             self._next_key = 0
             self._follow(self.matcher.begin() is not None)
@@ -124,9 +126,9 @@ class Runtime(Driver):
         if not planned or plan is None:
             self.machine.react()
         elif self._remakes:
-            self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, dropped=plan.dropped))
+            self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, discarded=plan.discarded))
         else:
-            self._run(self.machine.follow(swapped=plan.swapped | plan.dropped, uses=plan.uses))
+            self._run(self.machine.follow(swapped=plan.swapped | plan.discarded, uses=plan.uses))
 
     def _wanted_calls(self) -> Collection[int] | None:
         """Return the calls of this step that are to be remembered (None: all, since any may have to run again)."""
@@ -338,11 +340,11 @@ class Runtime(Driver):
             self._run(self.machine.on(e.Due(turn.due)))
         return self.machine.moving(turn.awaited) if turn.awaited else []
 
-    def _leave(self, swapped: tuple[int, ...], dropped: tuple[int, ...]) -> None:
+    def _leave(self, swapped: tuple[int, ...], discarded: tuple[int, ...]) -> None:
         if swapped:
             self._run(self.machine.on(e.Leave(swapped)))
-        if dropped:
-            self._run(self.machine.on(e.Leave(dropped, drop=self._remakes)))
+        if discarded:
+            self._run(self.machine.on(e.Leave(discarded, discard=self._remakes)))
 
     def _leave_early(self) -> None:
         """Send away what the plan does at the next event: it may have wanted that before the operator that runs now."""

@@ -26,7 +26,7 @@ from lowtide.execute.tide.feedback import Planned, executed
 from lowtide.execute.tide.opening import Opened
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.costs.sweep import planned_bytes
-from lowtide.plan.policy import Observes, Policy
+from lowtide.plan.policy import Observes, Policy, revised
 from lowtide.residency.schedule import Requests, compile_plan
 
 # The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
@@ -62,7 +62,7 @@ class DeviceTide(Tide):
         self._policy = policy
         try:
             if recompute is None:
-                recompute = bool(getattr(self._policy, "recomputes", False))
+                recompute = self._policy.about.recomputes
             # What is worth moving depends on the budget: a small model under a small one works as a large one does.
             self._least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
             self._runtime = Runtime(
@@ -200,7 +200,6 @@ class DeviceTide(Tide):
         planned, waits = self._planned.get(signature), self._runtime.waits
         if planned is None or not waits or planned.lessons >= _MOST_LESSONS:
             return
-        assert isinstance(self._policy, Observes)
         timeline = executed(
             planned,
             waits,
@@ -209,9 +208,9 @@ class DeviceTide(Tide):
             recompute_s=self._remake_s() - self._remake_before_s,
             stall_s=self._step_stall_s,
         )
-        revised = self._policy.observe(planned.problem, planned.plan, timeline)
-        taught = self._planned[signature] = replace(planned, plan=revised, lessons=planned.lessons + 1)
-        if revised != planned.plan:
+        changed = revised(self._policy, planned.problem, planned.plan, timeline)
+        taught = self._planned[signature] = replace(planned, plan=changed, lessons=planned.lessons + 1)
+        if changed != planned.plan:
             self._revisions += 1
             self._follow(taught, signature)
 

@@ -106,7 +106,7 @@ def open_backend(
     if device is not None:
         _check_capacity(budgets, device, is_bounded=not moves_nothing)
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
-    name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
+    name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
     try:
         if not moves_nothing:
             refuse_lossy(medium)

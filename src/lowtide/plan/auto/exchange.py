@@ -1,9 +1,9 @@
 """Improves a plan by changing its mind about a gap at a time.
 
 The moves, in the order in which they are tried: more is swapped where operators waited for memory; what keeps operators
-waiting is dropped or kept; what takes long to make again is kept or swapped; what is kept is swapped or dropped; what
-is swapped is kept, and others are swapped instead: as many as it takes, or one of about its size; two that are kept are
-swapped. A move that makes the step faster stays.
+waiting is discarded or kept; what takes long to make again is kept or swapped; what is kept is swapped or discarded;
+what is swapped is kept, and others are swapped instead: as many as it takes, or one of about its size; two that are
+kept are swapped. A move that makes the step faster stays.
 """
 
 from __future__ import annotations
@@ -59,44 +59,44 @@ def _moves(search: Search, attempt: Attempt) -> Iterator[_Choice]:
     if attempt.mix is not None:
         waits = _waits(search, attempt)
         for rank in (smallest_first, longest_first):
-            yield search.refill(attempt, attempt.mix.chosen, rank=rank), attempt.mix.dropped
+            yield search.refill(attempt, attempt.mix.chosen, rank=rank), attempt.mix.discarded
         yield from _single_moves(search, attempt.mix, waits)
         yield from _stand_ins(search, attempt, attempt.mix, waits)
 
 
 def _single_moves(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
-    chosen, dropped = mix.chosen, mix.dropped
-    can_drop = search.droppable()
+    chosen, discarded = mix.chosen, mix.discarded
+    can_discard = search.discardable()
     for gap in sorted(waits, key=lambda gap: (-waits[gap], gap)):
-        if gap in can_drop and gap not in dropped:
-            yield chosen, dropped | {gap}
-        yield chosen - {gap}, dropped - {gap}
-    for gap in sorted(dropped, key=lambda gap: (-can_drop.get(gap, 0.0), gap)):
-        yield chosen - {gap}, dropped - {gap}
-        yield chosen, dropped - {gap}
+        if gap in can_discard and gap not in discarded:
+            yield chosen, discarded | {gap}
+        yield chosen - {gap}, discarded - {gap}
+    for gap in sorted(discarded, key=lambda gap: (-can_discard.get(gap, 0.0), gap)):
+        yield chosen - {gap}, discarded - {gap}
+        yield chosen, discarded - {gap}
     for one in sorted(search.found, key=lambda one: (-one.nbytes, one.gap)):
         if one.gap not in chosen:
-            if one.gap in can_drop:
-                yield chosen | {one.gap}, dropped | {one.gap}
-            yield chosen | {one.gap}, dropped
-        elif one.gap in can_drop and one.gap not in dropped:
-            yield chosen, dropped | {one.gap}
+            if one.gap in can_discard:
+                yield chosen | {one.gap}, discarded | {one.gap}
+            yield chosen | {one.gap}, discarded
+        elif one.gap in can_discard and one.gap not in discarded:
+            yield chosen, discarded | {one.gap}
 
 
 def _stand_ins(search: Search, attempt: Attempt, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
-    chosen, dropped = mix.chosen, mix.dropped
+    chosen, discarded = mix.chosen, mix.discarded
     kept = [one for one in search.found if one.gap not in chosen]
     for gap in sorted(chosen, key=lambda gap: (-waits.get(gap, 0.0), gap)):
         for rank in (smallest_first, longest_first):
-            yield search.refill(attempt, chosen, rank=rank, without=gap), dropped - {gap}
+            yield search.refill(attempt, chosen, rank=rank, without=gap), discarded - {gap}
     for gap in sorted(chosen, key=lambda gap: (-waits.get(gap, 0.0), gap)):
         # The nearest in size: something else that covers the same need.
         nbytes = search.by_gap[gap].nbytes
         for one in sorted(kept, key=lambda one: (abs(one.nbytes - nbytes), one.gap))[:STAND_INS]:
-            yield (chosen - {gap}) | {one.gap}, dropped - {gap}
+            yield (chosen - {gap}) | {one.gap}, discarded - {gap}
     largest = sorted(kept, key=lambda one: (-one.nbytes, one.gap))[:PAIRED]
     for first, second in combinations(largest, 2):
-        yield chosen | {first.gap, second.gap}, dropped
+        yield chosen | {first.gap, second.gap}, discarded
 
 
 def _waits(search: Search, attempt: Attempt) -> dict[Gap, float]:

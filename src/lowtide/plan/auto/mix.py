@@ -1,12 +1,12 @@
 """Turns chosen gaps into swaps and recomputations that fit together.
 
-A dropped storage is made again from what is in memory when it is needed. Where an operand is absent then:
+A discarded storage is made again from what is in memory when it is needed. Where an operand is absent then:
 
-- if there is room to hold it from then on until its own use, its gap ends there: a swapped one comes back, a dropped
+- if there is room to hold it from then on until its own use, its gap ends there: a swapped one comes back, a discarded
   one is made again at the same time, or is swapped after all if what it is made from cannot be had. So a network that
-  is dropped falls into segments, as long as memory allows, with a swapped storage at the beginning of each;
-- otherwise it is made again on the way and let go, and once more for its own use, unless the caller wants each dropped
-  storage made no more than once: then what needed it is swapped after all.
+  is discarded falls into segments, as long as memory allows, with a swapped storage at the beginning of each;
+- otherwise it is made again on the way and let go, and once more for its own use, unless the caller wants each
+  discarded storage made no more than once: then what needed it is swapped after all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mix:
     swapped: tuple[Candidate, ...]
     recomputes: tuple[Recompute, ...]
     chosen: frozenset[Gap] = frozenset()
-    dropped: frozenset[Gap] = frozenset()
+    discarded: frozenset[Gap] = frozenset()
     once: bool = True
 
 
@@ -52,7 +52,7 @@ def narrowed(one: Candidate, gap: Gap, facts: Sweep) -> Candidate:
 
 
 def swaps_only(chosen: Sequence[Candidate]) -> Mix:
-    """Return the mix in which nothing is dropped."""
+    """Return the mix in which nothing is discarded."""
     return Mix(swapped=tuple(chosen), recomputes=(), chosen=frozenset(one.gap for one in chosen))
 
 
@@ -60,8 +60,8 @@ def swaps_only(chosen: Sequence[Candidate]) -> Mix:
 class _Recipe:
     """What is run before one operator.
 
-    `made`: dropped storages that are made along with the one wanted. `cuts`: the gaps that were cut short, with their
-    spans before. `turned`: dropped ones that are swapped after all.
+    `made`: discarded storages that are made along with the one wanted. `cuts`: the gaps that were cut short, with their
+    spans before. `turned`: discarded ones that are swapped after all.
     """
 
     before_op: int
@@ -81,14 +81,14 @@ class _Decision:
     candidate: Candidate
     after_op: int
     before_op: int
-    drop: bool
+    discard: bool
     settled: bool = False
 
     def gap(self) -> Gap:
         return Gap(storage=self.candidate.gap.storage, after_op=self.after_op, before_op=self.before_op)
 
 
-class Dropping:
+class Discarding:
     """The facts of one problem that recomputation depends on."""
 
     def __init__(self, problem: Problem, facts: Sweep, found: Sequence[Candidate]) -> None:
@@ -127,14 +127,14 @@ class Dropping:
             [one.gap.storage], available=lambda storage: alive_when(self._trace, storage, op), before_op=op
         )
 
-    def mix(self, chosen: Sequence[Candidate], *, dropped: Collection[Gap], once: bool) -> Mix:
-        """Return the chosen gaps as swaps and, for those in `dropped`, recomputations; `once`: none made twice."""
-        swapped, recomputes = _Mixing(self._trace, self._facts, self._lineage, chosen, dropped, once=once).mix()
+    def mix(self, chosen: Sequence[Candidate], *, discarded: Collection[Gap], once: bool) -> Mix:
+        """Return the chosen gaps as swaps and, for those in `discarded`, recomputations; `once`: none made twice."""
+        swapped, recomputes = _Mixing(self._trace, self._facts, self._lineage, chosen, discarded, once=once).mix()
         return Mix(
             swapped=swapped,
             recomputes=recomputes,
             chosen=frozenset(one.gap for one in chosen),
-            dropped=frozenset(dropped),
+            discarded=frozenset(discarded),
             once=once,
         )
 
@@ -148,7 +148,7 @@ class _Mixing:
         facts: Sweep,
         lineage: Lineage,
         chosen: Sequence[Candidate],
-        dropped: Collection[Gap],
+        discarded: Collection[Gap],
         *,
         once: bool,
     ) -> None:
@@ -157,7 +157,7 @@ class _Mixing:
         self.facts = facts
         self.lineage = lineage
         self.decisions = [
-            _Decision(one, one.gap.after_op, one.gap.before_op, drop=one.gap in dropped) for one in chosen
+            _Decision(one, one.gap.after_op, one.gap.before_op, discard=one.gap in discarded) for one in chosen
         ]
         self.of: dict[int, list[_Decision]] = {}
         # What is held with everything chosen absent; it rises where a gap is cut short.
@@ -168,15 +168,15 @@ class _Mixing:
         self.recipe = _Recipe(before_op=0)
 
     def mix(self) -> tuple[tuple[Candidate, ...], tuple[Recompute, ...]]:
-        """Settle every dropped gap, in the order of use."""
+        """Settle every discarded gap, in the order of use."""
         recomputes: list[Recompute] = []
-        for one in sorted((one for one in self.decisions if one.drop), key=lambda one: (one.before_op, one.gap())):
-            if one.drop and not one.settled:
+        for one in sorted((one for one in self.decisions if one.discard), key=lambda one: (one.before_op, one.gap())):
+            if one.discard and not one.settled:
                 recomputes += self._settle(one)
         swapped = [
             narrowed(one.candidate, one.gap(), self.facts)
             for one in self.decisions
-            if not one.drop and one.after_op < one.before_op
+            if not one.discard and one.after_op < one.before_op
         ]
         return tuple(swapped), tuple(recomputes)
 
@@ -188,7 +188,7 @@ class _Mixing:
         self.recipe = _Recipe(before_op=one.before_op)
         if not self._make(one.candidate.gap.storage, until=one.before_op):
             self._undo(_Recipe(before_op=one.before_op))
-            one.drop = False
+            one.discard = False
             return []
         wanted = [one, *self.recipe.made, *self._besides(one)]
         ops = tuple(sorted(self.recipe.ops))
@@ -197,12 +197,12 @@ class _Mixing:
         return [Recompute(gap=other.gap(), ops=ops) for other in wanted]
 
     def _besides(self, one: _Decision) -> list[_Decision]:
-        """Return what else the recipe makes that is dropped, needed soon after, and can be held until then."""
+        """Return what else the recipe makes that is discarded, needed soon after, and can be held until then."""
         found = []
         for index in self.recipe.ops:
             for storage in self.trace.ops[index].writes:
                 other = self._absent(storage)
-                if other is None or not other.drop or other.settled or other is one:
+                if other is None or not other.discard or other.settled or other is one:
                     continue
                 makers = self.lineage.makers(storage, before_op=self.recipe.before_op)
                 whole = makers is not None and self.recipe.ops.issuperset(makers)
@@ -243,7 +243,7 @@ class _Mixing:
             return False
         mark = self.recipe.copy()
         if self._hold(absent):
-            if not absent.drop:
+            if not absent.discard:
                 return True
             held = self.recipe.copy()
             self.recipe.made.append(absent)
@@ -252,7 +252,7 @@ class _Mixing:
             # There is room for it, but not for what it is made from: it begins a segment.
             self._undo(held)
             self.recipe.turned.append(absent)
-            absent.drop = False
+            absent.discard = False
             return True
         self._undo(mark)
         return not self.once and self._make(storage, until=reader)
@@ -279,5 +279,5 @@ class _Mixing:
             self.curve.add(op, end, -one.candidate.nbytes)
             one.after_op, one.before_op = after_op, before_op
         for one in self.recipe.turned[len(mark.turned) :]:
-            one.drop = True
+            one.discard = True
         self.recipe = mark

@@ -3,9 +3,9 @@
 Symbols: *target*, the height the curve is brought under; *pressure*, bytes added to the curve where the last attempt
 stalled, so that the next one makes room there; *price*, the seconds of recomputation that a second on the link costs.
 
-An attempt chooses gaps by a rank (choose.py), decides which of them to drop (mix.py), lays out the reads of the others
-(layout.py) and is judged (costs/sweep.py). Where operators waited for writes to land, or for a read that found no room
-to begin early, pressure rises and the attempt is repeated.
+An attempt chooses gaps by a rank (choose.py), decides which of them to discard (mix.py), lays out the reads of the
+others (layout.py) and is judged (costs/sweep.py). Where operators waited for writes to land, or for a read that found
+no room to begin early, pressure rises and the attempt is repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lowtide.plan.auto.choose import (
     longest_first,
 )
 from lowtide.plan.auto.layout import Course, lay_out
-from lowtide.plan.auto.mix import Dropping, Mix, narrowed, swaps_only
+from lowtide.plan.auto.mix import Discarding, Mix, narrowed, swaps_only
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Outcome, Sweep
 
@@ -39,7 +39,7 @@ HEADROOM = 0.02
 NEGLIGIBLE = 1e-3
 ROUNDS = 4
 EVALUATIONS = 24
-DROP_EVALUATIONS = 48
+DISCARD_EVALUATIONS = 48
 POLISH_EVALUATIONS = 24
 # How many attempts are polished, and how early their reads are asked for: in units of the usual margin.
 LEADERS = 3
@@ -77,7 +77,7 @@ class Search:
         self.comfort_bytes = int(problem.budget_bytes * (1 - HEADROOM))
         self.tried: list[Attempt] = []
         self.by_gap = {one.gap: one for one in self.found}
-        self.dropping = Dropping(problem, facts, self.found) if problem.can_recompute else None
+        self.discarding = Discarding(problem, facts, self.found) if problem.can_recompute else None
         self.items = len(facts.peak_bytes) + len(self.found) + 1
         self.most_evaluations = max(LEAST_EVALUATIONS, EVALUATED_ITEMS // self.items)
         self.evaluations_left = min(EVALUATIONS, self.most_evaluations)
@@ -90,13 +90,13 @@ class Search:
                 if self.settled():
                     return
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Try recomputation in the place of the transfers that are dearest compared to it."""
-        base, dropping = self.winner().mix, self.dropping
-        if base is None or dropping is None:
+        base, discarding = self.winner().mix, self.discarding
+        if base is None or discarding is None:
             return
-        self.evaluations_left = min(DROP_EVALUATIONS, self.most_evaluations)
-        price = {one.gap: dropping.remake_s[one.gap] / self._link_s(one) for one in self.found}
+        self.evaluations_left = min(DISCARD_EVALUATIONS, self.most_evaluations)
+        price = {one.gap: discarding.remake_s[one.gap] / self._link_s(one) for one in self.found}
         seen: set[tuple[frozenset[Gap], frozenset[Gap]]] = set()
         for share in SHARES:
             most = self._price_for(share, base.swapped, price)
@@ -106,17 +106,17 @@ class Search:
                 self._cheapest(price, affordable, spread=True),
                 self._cheapest(price, affordable, spread=False),
             ):
-                dropped = frozenset(one.gap for one in chosen if one.gap in affordable)
-                if (key := (frozenset(one.gap for one in chosen), dropped)) in seen:
+                discarded = frozenset(one.gap for one in chosen if one.gap in affordable)
+                if (key := (frozenset(one.gap for one in chosen), discarded)) in seen:
                     continue
                 seen.add(key)
                 for once in (True, False):
-                    self._mixed(dropping, chosen, dropped=set(dropped), once=once)
+                    self._mixed(discarding, chosen, discarded=set(discarded), once=once)
                     if self.settled() or self.evaluations_left <= 0:
                         return
 
     def _cheapest(self, price: dict[Gap, float], affordable: Collection[Gap], *, spread: bool) -> list[Candidate]:
-        """Return gaps that bring the curve under the budget, the cheapest to drop first, then those that hide best.
+        """Return gaps that bring the curve under the budget, the cheapest to discard first, then those that hide best.
 
         With `spread`, prices count by their order of magnitude only, and what is left in memory is spread evenly over
         the network: so no chain of operators that have to run again gets long.
@@ -143,7 +143,7 @@ class Search:
                 swapped=tuple(narrowed(one, swap.gap, self.facts) for one, swap in zip(found, swaps, strict=False)),
                 recomputes=tuple(recomputes),
                 chosen=frozenset(one.gap for one in found),
-                dropped=frozenset(one.gap for one in found[len(swaps) :]),
+                discarded=frozenset(one.gap for one in found[len(swaps) :]),
             )
         self._judge(tuple(swaps), tuple(recomputes), mix=mix)
 
@@ -183,19 +183,19 @@ class Search:
         others = [one for one in self.found if one.gap != without]
         return frozenset(one.gap for one in choose(others, need_bytes=need, rank=chosen_first))
 
-    def droppable(self) -> dict[Gap, float]:
+    def discardable(self) -> dict[Gap, float]:
         """Return the gaps whose storage can be made again, with the seconds that takes."""
-        if self.dropping is None:
+        if self.discarding is None:
             return {}
-        return {gap: seconds for gap, seconds in self.dropping.remake_s.items() if seconds < inf}
+        return {gap: seconds for gap, seconds in self.discarding.remake_s.items() if seconds < inf}
 
-    def attempt(self, chosen: Collection[Gap], dropped: Collection[Gap], *, like: Attempt) -> Attempt:
+    def attempt(self, chosen: Collection[Gap], discarded: Collection[Gap], *, like: Attempt) -> Attempt:
         """Return what comes of another choice, with the reads laid out in the step that `like` was predicted to be."""
         found = [one for one in self.found if one.gap in chosen]
-        if self.dropping is None or like.mix is None:
+        if self.discarding is None or like.mix is None:
             mix = swaps_only(found)
         else:
-            mix = self.dropping.mix(found, dropped=dropped, once=like.mix.once)
+            mix = self.discarding.mix(found, discarded=discarded, once=like.mix.once)
         swaps = lay_out(
             self.problem,
             self.facts,
@@ -317,19 +317,19 @@ class Search:
             begin = max(gap.after_op, bisect_right(self.facts.start_s, begin_s) - 1)
             pressure.add(begin, gap.before_op, self.facts.sizes[gap.storage])
 
-    def _mixed(self, dropping: Dropping, chosen: Sequence[Candidate], *, dropped: set[Gap], once: bool) -> None:
-        """Drop some of the chosen gaps and judge; where making them again passes the budget, drop fewer."""
+    def _mixed(self, discarding: Discarding, chosen: Sequence[Candidate], *, discarded: set[Gap], once: bool) -> None:
+        """Discard some of the chosen gaps and judge; where making them again passes the budget, discard fewer."""
         for split in range(SPLITS):
-            if self.evaluations_left <= 0 or not dropped:
+            if self.evaluations_left <= 0 or not discarded:
                 return
             self.evaluations_left -= 1
-            mix = dropping.mix(chosen, dropped=dropped, once=once)
+            mix = discarding.mix(chosen, discarded=discarded, once=once)
             course = self._course(mix)
             swaps = lay_out(self.problem, self.facts, mix.swapped, comfort_bytes=self.comfort_bytes, course=course)
             outcome = self._judge(swaps, mix.recomputes, mix=mix)
             if not outcome.over:
                 return
-            dropped = _split(dropped, mix.recomputes, over=set(outcome.over), cuts=2**split, sizes=self.facts.sizes)
+            discarded = _split(discarded, mix.recomputes, over=set(outcome.over), cuts=2**split, sizes=self.facts.sizes)
 
     def _course(self, mix: Mix) -> Course:
         """Return the step with the recomputations in it, without stalls."""
@@ -362,9 +362,9 @@ def _reversed_bits(number: int) -> float:
 
 
 def _split(
-    dropped: set[Gap], recomputes: Sequence[Recompute], *, over: set[int], cuts: int, sizes: Sequence[int]
+    discarded: set[Gap], recomputes: Sequence[Recompute], *, over: set[int], cuts: int, sizes: Sequence[int]
 ) -> set[Gap]:
-    """Return `dropped` less a few storages of every group that passes the budget, spread evenly over its bytes.
+    """Return `discarded` less a few storages of every group that passes the budget, spread evenly over its bytes.
 
     What is made again together is a segment of the network; it falls apart where a storage in it is there after all.
     """
@@ -377,4 +377,4 @@ def _split(
         sums = list(accumulate(sizes[storage] for storage in sorted(group)))
         for cut in range(1, cuts + 1):
             there.add(sorted(group)[min(bisect_right(sums, sums[-1] * cut // (cuts + 1)), len(group) - 1)])
-    return {gap for gap in dropped if gap.storage not in there} if there else set()
+    return {gap for gap in discarded if gap.storage not in there} if there else set()

@@ -39,7 +39,6 @@ class AccUdnn:
 
     name = "accudnn"
     summary = "AccUDNN: swaps what hides behind compute, read at the last moment; tunes the batch"
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),

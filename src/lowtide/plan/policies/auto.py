@@ -38,7 +38,6 @@ class Auto:
 
     name = "auto"
     summary = "swaps the gaps whose transfers hide best and leaves alone what fits (the default)"
-    adapts = True
     about = About(family=Family.JOINT, runs=(Runs.REAL, Runs.SIMULATED))
 
     def plan(self, problem: Problem) -> Plan:
@@ -57,7 +56,7 @@ class Auto:
         search = Search(problem, facts)
         search.swap()
         if problem.can_recompute and not search.settled():
-            search.drop()
+            search.discard()
         if not search.settled():
             for classic in (_swap_all(problem), furthest_next_use(problem)):
                 search.compete(classic)

@@ -49,7 +49,6 @@ class AutoSwap:
 
     name = "autoswap"
     summary = "AutoSwap and SmartPool: swaps what weighs most on the peak, places blocks before the step"
-    adapts = True
     about = About(
         family=Family.SWAP_OUT,
         runs=(Runs.REAL, Runs.SIMULATED),

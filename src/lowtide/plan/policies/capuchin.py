@@ -26,7 +26,7 @@ from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Timeline
 from lowtide.core.trace import Gap
 from lowtide.plan.auto.choose import Candidate, candidates
-from lowtide.plan.auto.mix import Dropping
+from lowtide.plan.auto.mix import Discarding
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
@@ -46,8 +46,6 @@ class Capuchin:
 
     name = "capuchin"
     summary = "Capuchin: swaps what hides behind its gap, recomputes what is cheaper, learns when to fetch"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -57,6 +55,7 @@ class Capuchin:
             "is read too early for the window counts as the time it is off instead of being rejected; "
             "a read is triggered no earlier than it fits; recomputation that does not fit turns into swaps"
         ),
+        recomputes=True,
     )
 
     def plan(self, problem: Problem) -> Plan:
@@ -67,7 +66,9 @@ class Capuchin:
         choices = _Choices(problem, facts)
         choices.run()
         swaps, recomputes = _settle(problem, facts, choices)
-        notes = [f"{choices.free} swaps are free, {len(swaps) - choices.free} more and {len(recomputes)} drops are not"]
+        notes = [
+            f"{choices.free} swaps are free, {len(swaps) - choices.free} more and {len(recomputes)} discards are not"
+        ]
         if not problem.can_recompute:
             notes.append("the executor cannot run operators again: only swaps")
         return compose(self.name, problem, swaps, recomputes, notes=notes)
@@ -183,7 +184,7 @@ class _Choices:
         self._longest = _longest(self.left.values())
         self.in_start_s: dict[Gap, float] = {}
         self.chosen: list[Candidate] = []
-        self.dropped: set[Gap] = set()
+        self.discarded: set[Gap] = set()
         self.free = 0
         self._curve = np.array(facts.peak_bytes, dtype=np.int64)
         self._out = Booking()
@@ -219,7 +220,7 @@ class _Choices:
         by_msps = sorted((one for one, _ in timed), key=lambda one: (-self._msps(one), -one.nbytes, one.gap))
         for pair, remade in zip(by_free_time[:picks], by_msps, strict=False):
             if remade.gap in self.left and self._remake(remade).seconds < self._overhead_s(*pair):
-                self._drop(remade)
+                self._discard(remade)
             elif pair[0].gap in self.left:
                 self._swap(*pair)
 
@@ -278,8 +279,8 @@ class _Choices:
         self.in_start_s[one.gap] = in_start_s
         self._take(one)
 
-    def _drop(self, one: Candidate) -> None:
-        self.dropped.add(one.gap)
+    def _discard(self, one: Candidate) -> None:
+        self.discarded.add(one.gap)
         self._take(one)
 
     def _take(self, one: Candidate) -> None:
@@ -303,19 +304,19 @@ def _longest(found: Iterable[Candidate]) -> set[Gap]:
 
 def _settle(problem: Problem, facts: Sweep, choices: _Choices) -> tuple[tuple[Swap, ...], tuple[Recompute, ...]]:
     """Return the decisions as a plan; recomputations that do not fit turn into swaps."""
-    dropping = Dropping(problem, facts, choices.chosen) if choices.dropped else None
-    dropped = choices.dropped
+    discarding = Discarding(problem, facts, choices.chosen) if choices.discarded else None
+    discarded = choices.discarded
     for repair in range(REPAIRS + 1):
         swapped, recomputes = tuple(choices.chosen), tuple[Recompute, ...]()
-        if dropping is not None and dropped:
-            mix = dropping.mix(choices.chosen, dropped=dropped, once=False)
+        if discarding is not None and discarded:
+            mix = discarding.mix(choices.chosen, discarded=discarded, once=False)
             swapped, recomputes = mix.swapped, mix.recomputes
         triggered = [_triggered(problem, facts, one, choices.in_start_s) for one in sorted(swapped, key=_by_gap)]
         swaps = _that_fit(facts, triggered, recomputes)
         outcome = facts.run(swaps, recomputes)
         if not outcome.over or not recomputes:
             break
-        dropped = _fitting(dropped, recomputes, over=outcome.over) if repair < REPAIRS - 1 else set()
+        discarded = _fitting(discarded, recomputes, over=outcome.over) if repair < REPAIRS - 1 else set()
     return swaps, recomputes
 
 
@@ -342,12 +343,12 @@ def _that_fit(facts: Sweep, swaps: Sequence[Swap], recomputes: Sequence[Recomput
     return tuple(replace(swap, fetch_op=fetch_op[swap.gap]) for swap in swaps)
 
 
-def _fitting(dropped: set[Gap], recomputes: Sequence[Recompute], *, over: Sequence[int]) -> set[Gap]:
-    """Return the drops without those made again at an operator that is over the budget, or kept there since."""
+def _fitting(discarded: set[Gap], recomputes: Sequence[Recompute], *, over: Sequence[int]) -> set[Gap]:
+    """Return the discards without those made again at an operator that is over the budget, or kept there since."""
     made_op = {(one.gap.storage, one.gap.after_op): one.gap.before_op for one in recomputes}
     kept = {
         gap
-        for gap in dropped
+        for gap in discarded
         if not any(made_op.get((gap.storage, gap.after_op), gap.before_op) <= op <= gap.before_op for op in over)
     }
-    return kept if kept != dropped else set()
+    return kept if kept != discarded else set()

@@ -1,10 +1,10 @@
-"""DTR: when memory runs out, drop what is cheapest to lose and make it again on need (Kirisame et al., ICLR 2021).
+"""DTR: when memory runs out, discard what is cheapest to lose and make it again on need (Kirisame et al., ICLR 2021).
 
-Symbols: c(t), the seconds it takes to make tensor t again, with everything dropped that hangs together with it (its
+Symbols: c(t), the seconds it takes to make tensor t again, with everything discarded that hangs together with it (its
 *evicted neighbourhood*); m(t), its bytes; s(t), the seconds since it was last touched.
 
-There is no plan. Whenever an allocation finds no room, the tensor with the least h(t) is dropped, and what was dropped
-is made again when an operator asks for it, which may drop others in turn:
+There is no plan. Whenever an allocation finds no room, the tensor with the least h(t) is discarded, and what was
+discarded is made again when an operator asks for it, which may discard others in turn:
 
     dtr      h = c / (m s)        msps     h = c / m        lru      h = 1 / s        largest  h = 1 / m
 """
@@ -34,22 +34,21 @@ HEURISTICS: dict[str, Heuristic] = {
 
 
 class Dtr:
-    """Drops the tensor that is cheapest to make again for its bytes and its staleness, whenever memory runs out."""
+    """Discards the tensor that is cheapest to make again for its bytes and its staleness, whenever memory runs out."""
 
     name = "dtr"
-    summary = "DTR: when memory runs out, drops what is cheap to make again, large and stale"
-    adapts = True
-    recomputes = True
-    recompute_victims = True
+    summary = "DTR: when memory runs out, discards what is cheap to make again, large and stale"
     about = About(
         family=Family.RECOMPUTE,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Kirisame et al., ICLR 2021",
         reconstructed=(
-            "only what autograd saved is dropped; what cannot be made again is swapped when nothing else is left. In "
+            "only what autograd saved is discarded; what cannot be made again is swapped when nothing else is left. In "
             "the runtime, neighbourhoods are the paper's approximation with union-find, and steps that are recorded "
             "swap; where the executor cannot run operators again, victims are swapped and all cost the same"
         ),
+        recomputes=True,
+        discards_victims=True,
     )
 
     def __init__(self, *, heuristic: str = "dtr") -> None:
@@ -58,9 +57,9 @@ class Dtr:
         self._heuristic = HEURISTICS[heuristic]
 
     def plan(self, problem: Problem) -> Plan:
-        """Return a plan without decisions or prediction: what is dropped is only known when it happens."""
+        """Return a plan without decisions or prediction: what is discarded is only known when it happens."""
         how = (
-            "dropped and made again"
+            "discarded and made again"
             if problem.can_recompute
             else "swapped, since the executor cannot run operators again"
         )

@@ -24,12 +24,12 @@ class Dymem:
 
     name = "dymem"
     summary = "Dymem: swaps out at the last forward reader, fetches a fixed number of operators ahead"
-    adapts = False
     about = About(
         family=Family.SWAP_OUT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Yang & Cheng, HPDC 2020",
         reconstructed=f"all but the two rules, known from a survey only; the distance of {DISTANCE_OPS} operators",
+        adapts=False,
     )
 
     def __init__(self, *, distance_ops: int = DISTANCE_OPS) -> None:

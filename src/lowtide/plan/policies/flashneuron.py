@@ -184,7 +184,6 @@ class FlashNeuron:
 
     name = "flashneuron"
     summary = "FlashNeuron: offloads in forward order until the rest fits, fetches as soon as there is space"
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),

@@ -15,7 +15,6 @@ class InfiniteMemory:
 
     name = "infinite_memory"
     summary = "the bound: nothing is moved, as if memory were endless"
-    adapts = True
     about = About(family=Family.BASELINE, runs=(Runs.MODEL,))
 
     def plan(self, problem: Problem) -> Plan:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Kind, Phase, Trace
@@ -87,7 +87,7 @@ class Layrub:
             raise BadArgument(f"unknown strategy {strategy!r}: choose one of {', '.join(_STRATEGIES)}")
         self._strategy = strategy
         # Without its swaps it moves nothing, at any budget.
-        self.adapts = strategy == "intra"
+        self.about = replace(type(self).about, adapts=strategy == "intra")
 
     def plan(self, problem: Problem) -> Plan:
         """Return the moves between layers, and report the reuse inside them."""

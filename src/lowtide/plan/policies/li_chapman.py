@@ -94,7 +94,6 @@ class LiChapman:
 
     name = "li_chapman"
     summary = "Li & Chapman: explicit copies for dense objects, paging for sparse ones, furthest reuse leaves first"
-    adapts = True
     about = About(
         family=Family.SWAP_IN,
         runs=(Runs.REAL, Runs.SIMULATED, Runs.MODEL),

@@ -47,8 +47,6 @@ class Meng:
 
     name = "meng"
     summary = "TensorFlow's swapping pass: the fittest tensors of one peak after the other; recomputes attention"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -57,6 +55,7 @@ class Meng:
             "a copy begins when the storage can leave, after the consumer that waits for it in TensorFlow, so the "
             "operator after the next waits; attention is found by its operators: tanh, a product, softmax"
         ),
+        recomputes=True,
     )
 
     def __init__(self, *, passes: int = MOST_PASSES, attention: bool = True) -> None:

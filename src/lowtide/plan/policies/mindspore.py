@@ -62,7 +62,6 @@ class _MindSpore(ABC):
     """What the generations share."""
 
     name: str
-    adapts = True
 
     def plan(self, problem: Problem) -> Plan:
         """Return swaps for what the generation does not keep."""

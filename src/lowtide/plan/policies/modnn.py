@@ -91,7 +91,6 @@ class Modnn:
 
     name = "modnn"
     summary = "moDNN: evicts the least recently used early enough to overlap, fetches at the last moment"
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),

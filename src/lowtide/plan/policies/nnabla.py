@@ -26,7 +26,6 @@ class Nnabla:
 
     name = "nnabla"
     summary = "nnabla: keeps what a window ahead uses, as far as memory goes, and moves the rest"
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),

@@ -22,7 +22,7 @@ from lowtide.core.trace import Gap
 from lowtide.core.units import format_seconds
 from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.layout import Course, lay_out
-from lowtide.plan.auto.mix import Dropping, Mix
+from lowtide.plan.auto.mix import Discarding, Mix
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Outcome, Sweep
@@ -41,8 +41,6 @@ class Pooch:
 
     name = "pooch"
     summary = "PoocH: searches for what to swap, keep and recompute by predicted time"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -51,6 +49,7 @@ class Pooch:
             f"the exhaustive part looks at {EXHAUSTIVE_MAPS} maps; the greedy parts try maps in the order of what "
             "could be gained at most and take each that helps; keeping the latest maps that fit competes"
         ),
+        recomputes=True,
     )
 
     def plan(self, problem: Problem) -> Plan:
@@ -81,7 +80,7 @@ class Pooch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
     kept: frozenset[Gap]
-    dropped: frozenset[Gap]
+    discarded: frozenset[Gap]
     swaps: tuple[Swap, ...]
     recomputes: tuple[Recompute, ...]
     outcome: Outcome
@@ -98,7 +97,7 @@ class _Search:
         self._of = {one.gap: one for one in self.found}
         items = len(self._facts.peak_bytes) + len(self.found) + 1
         self._evaluations = max(LEAST_EVALUATIONS, min(EVALUATIONS, EVALUATED_ITEMS // items))
-        self._dropping: Dropping | None = None
+        self._discarding: Discarding | None = None
         self.trials = 0
         self.all_swapped = self._try(frozenset(), frozenset())
 
@@ -124,29 +123,29 @@ class _Search:
 
     def recompute(self, best: _Trial) -> _Trial:
         """Return the best of step 2, which starts from that of step 1."""
-        dropping = self._dropping = Dropping(self._problem, self._facts, self.found)
+        discarding = self._discarding = Discarding(self._problem, self._facts, self.found)
         end = self.trials + self._evaluations
         improved = True
         while improved and self.trials < end:
             improved = False
             gains = {
-                gap: self._of[gap].write_s + self._of[gap].read_s - dropping.remake_s[gap]
+                gap: self._of[gap].write_s + self._of[gap].read_s - discarding.remake_s[gap]
                 for gap in self._waited_for(best)
-                if dropping.remake_s[gap] < inf and gap not in best.dropped
+                if discarding.remake_s[gap] < inf and gap not in best.discarded
             }
             for gap in sorted(gains, key=lambda gap: (-gains[gap], gap)):
                 if self.trials < end:
-                    trial = self._try(best.kept, best.dropped | {gap})
+                    trial = self._try(best.kept, best.discarded | {gap})
                     if trial.worth < best.worth:
                         best, improved = trial, True
         return best
 
-    def _try(self, kept: frozenset[Gap], dropped: frozenset[Gap]) -> _Trial:
+    def _try(self, kept: frozenset[Gap], discarded: frozenset[Gap]) -> _Trial:
         self.trials += 1
         chosen = [one for one in self.found if one.gap not in kept]
         mix = Mix(swapped=tuple(chosen), recomputes=())
-        if dropped and self._dropping is not None:
-            mix = self._dropping.mix(chosen, dropped=dropped, once=False)
+        if discarded and self._discarding is not None:
+            mix = self._discarding.mix(chosen, discarded=discarded, once=False)
         swaps = lay_out(
             self._problem,
             self._facts,
@@ -160,7 +159,7 @@ class _Search:
         over_bytes = max(0, prediction.peak_bytes - self._problem.budget_bytes)
         return _Trial(
             kept=kept,
-            dropped=dropped,
+            discarded=discarded,
             swaps=swaps,
             recomputes=mix.recomputes,
             outcome=outcome,
@@ -168,7 +167,7 @@ class _Search:
         )
 
     def _course(self, mix: Mix) -> Course:
-        """Return the step that reads are placed in: with what is made again, and without what is dropped."""
+        """Return the step that reads are placed in: with what is made again, and without what is discarded."""
         away = [Swap(gap=one.gap, fetch_op=one.gap.before_op, tier=self._problem.tier) for one in mix.swapped]
         duration_s, peak_bytes = list(self._facts.duration_s), list(self._facts.peak_bytes)
         for rerun in self._facts.reruns(away, mix.recomputes):

@@ -5,9 +5,9 @@ concatenations, data, softmax); a *segment* is what lies between two of them; l_
 layer i needs; l_peak, the largest of them.
 
 1. Liveness: what nobody reads any more is freed. A trace is recorded like that.
-2. Recomputation: what activations, pools and normalisations make is dropped, and made again from the checkpoint before
-   it. A segment that fits into l_peak is made once, as a whole, and kept (speed-centric); of a longer one each member
-   is made when it is needed (memory-centric). So the peak stays at l_peak.
+2. Recomputation: what activations, pools and normalisations make is discarded, and made again from the checkpoint
+   before it. A segment that fits into l_peak is made once, as a whole, and kept (speed-centric); of a longer one each
+   member is made when it is needed (memory-centric). So the peak stays at l_peak.
 3. Cache: when memory runs out all the same, the least recently used tensor is copied out, while the operator waits.
 """
 
@@ -39,16 +39,15 @@ class SuperNeurons:
 
     name = "superneurons"
     summary = "SuperNeurons: recomputes cheap layers, evicts the least recently used checkpoint on demand"
-    recomputes = True
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Wang et al., PPoPP 2018",
         reconstructed=(
-            "nothing is dropped while the step fits; a plan that does not fit gives up speed-centric segments first, "
+            "nothing is discarded while the step fits; a plan that does not fit gives up speed-centric segments first, "
             "then recomputation; workspaces are part of the recorded operators"
         ),
+        recomputes=True,
     )
 
     def __init__(self, *, recompute: bool = True) -> None:
@@ -62,11 +61,11 @@ class SuperNeurons:
             l_peak_bytes = largest_need_bytes(problem.trace)
             why = "nothing is cheap to make again: only swaps"
             for keep_bytes, style in ((l_peak_bytes, "cost-aware"), (-1, "memory-centric")):
-                dropped = drops(problem.trace, keep_bytes=keep_bytes)
-                if not dropped:
+                discarded = discards(problem.trace, keep_bytes=keep_bytes)
+                if not discarded:
                     break
-                swaps = kick_outs(problem, dropped)
-                plan = self._plan(problem, swaps, dropped, note=f"{style} recomputation of {len(dropped)} storages")
+                swaps = kick_outs(problem, discarded)
+                plan = self._plan(problem, swaps, discarded, note=f"{style} recomputation of {len(discarded)} storages")
                 if plan.prediction is not None and plan.prediction.peak_bytes <= problem.budget_bytes:
                     return plan
                 why = "recomputation does not fit: only swaps"
@@ -76,8 +75,8 @@ class SuperNeurons:
             why = "recomputation is switched off: only swaps"
         return self._plan(problem, kick_outs(problem, ()), (), note=why)
 
-    def _plan(self, problem: Problem, swaps: tuple[Swap, ...], dropped: tuple[Recompute, ...], *, note: str) -> Plan:
-        prediction = predict(problem, swaps, dropped)
+    def _plan(self, problem: Problem, swaps: tuple[Swap, ...], discarded: tuple[Recompute, ...], *, note: str) -> Plan:
+        prediction = predict(problem, swaps, discarded)
         notes = [note]
         if prediction.peak_bytes > problem.budget_bytes:
             notes.append(
@@ -88,7 +87,7 @@ class SuperNeurons:
             policy=self.name,
             budget_bytes=problem.budget_bytes,
             swaps=swaps,
-            recomputes=dropped,
+            recomputes=discarded,
             prediction=prediction,
             notes=tuple(notes),
         )
@@ -116,7 +115,7 @@ class _Segment:
     nbytes: int = 0
 
 
-def drops(trace: Trace, *, keep_bytes: int) -> tuple[Recompute, ...]:
+def discards(trace: Trace, *, keep_bytes: int) -> tuple[Recompute, ...]:
     """Return the recomputations; segments of at most `keep_bytes` are made at once and kept."""
     lineage = Lineage(trace)
     available = _Availability(trace)
@@ -124,7 +123,7 @@ def drops(trace: Trace, *, keep_bytes: int) -> tuple[Recompute, ...]:
     for segment in _segments(trace, lineage):
         if segment.nbytes <= keep_bytes:
             at_once = min(gap.before_op for gap in segment.gaps)
-            # A member that is still in use then could not have been dropped before: it gets its own recomputation.
+            # A member that is still in use then could not have been discarded before: it gets its own recomputation.
             gaps = [
                 Gap(storage=gap.storage, after_op=gap.after_op, before_op=at_once) if gap.after_op < at_once else gap
                 for gap in segment.gaps
@@ -198,13 +197,13 @@ def _recipes(trace: Trace, lineage: Lineage, gaps: Sequence[Gap], available: _Av
         del absent[gap.storage]
 
 
-def kick_outs(problem: Problem, dropped: Sequence[Recompute]) -> tuple[Swap, ...]:
+def kick_outs(problem: Problem, discarded: Sequence[Recompute]) -> tuple[Swap, ...]:
     """Return the evictions of the cache: the least recently used checkpoint first, the rest if those are not enough."""
     trace = problem.trace
-    need = _need_curve(trace, dropped)
+    need = _need_curve(trace, discarded)
     cheap = {storage for op in trace.ops if kind_of(op) in _CHEAP for storage in op.writes}
     opening: dict[int, list[Gap]] = {}
-    for gap in _cacheable(trace, dropped):
+    for gap in _cacheable(trace, discarded):
         opening.setdefault(gap.after_op, []).append(gap)
     waiting: list[tuple[bool, int, Gap]] = []
     back_bytes = [0] * (len(trace.ops) + 1)
@@ -225,24 +224,24 @@ def kick_outs(problem: Problem, dropped: Sequence[Recompute]) -> tuple[Swap, ...
     return tuple(sorted(swaps, key=lambda swap: swap.gap))
 
 
-def _need_curve(trace: Trace, dropped: Sequence[Recompute]) -> list[int]:
-    """Return the bytes of every operator, with the recomputation before it, while what is dropped is absent."""
+def _need_curve(trace: Trace, discarded: Sequence[Recompute]) -> list[int]:
+    """Return the bytes of every operator, with the recomputation before it, while what is discarded is absent."""
     peaks = [op.peak_bytes for op in trace.ops]
     curve = Curve(peaks)
-    for one in dropped:
+    for one in discarded:
         curve.add(one.gap.after_op, one.gap.before_op, -trace.storages[one.gap.storage].nbytes)
     need = curve.values()
-    for rerun in Reruns(trace).of((), dropped, due_op=()) if dropped else ():
+    for rerun in Reruns(trace).of((), discarded, due_op=()) if discarded else ():
         absent_bytes = peaks[rerun.before_op] - need[rerun.before_op]
         need[rerun.before_op] = max(need[rerun.before_op], rerun.peak_bytes - absent_bytes)
     return need
 
 
-def _cacheable(trace: Trace, dropped: Sequence[Recompute]) -> Iterator[Gap]:
+def _cacheable(trace: Trace, discarded: Sequence[Recompute]) -> Iterator[Gap]:
     """Yield the gaps left to the cache, each ending where its storage is first read to make something again."""
-    gone = {(one.gap.storage, one.gap.after_op) for one in dropped}
+    gone = {(one.gap.storage, one.gap.after_op) for one in discarded}
     read_at: dict[int, set[int]] = {}
-    for one in dropped:
+    for one in discarded:
         for op in one.ops:
             for storage in trace.ops[op].reads:
                 read_at.setdefault(storage, set()).add(one.gap.before_op)

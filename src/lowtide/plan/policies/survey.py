@@ -114,7 +114,6 @@ class _Survey:
     """What the four algorithms share."""
 
     name: ClassVar[str]
-    adapts = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

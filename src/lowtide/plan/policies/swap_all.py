@@ -20,8 +20,7 @@ class SwapAll:
 
     name = "swap_all"
     summary = "swaps every gap, fetched one use ahead"
-    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED))
-    adapts = False
+    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED), adapts=False)
 
     def plan(self, problem: Problem) -> Plan:
         """Return a swap for every gap of the trace."""

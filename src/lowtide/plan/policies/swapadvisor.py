@@ -53,7 +53,6 @@ class SwapAdvisor:
 
     name = "swapadvisor"
     summary = "SwapAdvisor: genetic search over swaps by the longest time until the next use"
-    adapts = True
     about = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),

@@ -66,7 +66,7 @@ class Tflms:
 
     def __init__(self, *, knobs: Knobs | None = None) -> None:
         self._knobs = knobs
-        self.adapts = knobs is None
+        self.about = replace(type(self).about, adapts=knobs is None)
 
     def plan(self, problem: Problem) -> Plan:
         """Return the swaps of the given or tuned thresholds."""

@@ -199,7 +199,6 @@ class UnifiedMemory:
 
     name = "unified_memory"
     summary = "unified memory: reactive, the least recently used makes room; faults as a page model"
-    adapts = True
     about = About(
         family=Family.BASELINE,
         runs=(Runs.EMULATED, Runs.SIMULATED, Runs.MODEL),

@@ -162,7 +162,6 @@ class _Vdnn:
     """What the three variants share."""
 
     name: ClassVar[str]
-    adapts: ClassVar[bool] = False
     about: ClassVar[About] = About(
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
@@ -171,6 +170,7 @@ class _Vdnn:
             "a copy begins when the last reader of the input is done, one layer later than in the paper; a prefetch is "
             "put off until it fits; convolution algorithms only from a stated table"
         ),
+        adapts=False,
     )
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
@@ -215,7 +215,7 @@ class VdnnDyn(_Vdnn):
 
     name = "vdnn_dyn"
     summary = "vDNN: the first that fits of no offloading, convolutions, all layers"
-    adapts = True
+    about = replace(_Vdnn.about, adapts=True)
 
     def __init__(self, *, algorithms: Table | None = None) -> None:
         self._algorithms = dict(algorithms or {})

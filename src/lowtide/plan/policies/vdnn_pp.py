@@ -8,6 +8,7 @@ shrinks the pinned memory there and changes nothing in fast memory or on the lin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
@@ -79,7 +80,7 @@ class VdnnPlusPlus:
             raise BadArgument(f"host_ratio is {host_ratio}: it is a share of the bytes, above 0 and at most 1")
         self._offload = offload
         self._host_ratio = host_ratio
-        self.adapts = offload == "dyn"
+        self.about = replace(type(self).about, adapts=offload == "dyn")
 
     def plan(self, problem: Problem) -> Plan:
         """Return the chosen set of swaps, or the first set that fits."""
@@ -100,7 +101,7 @@ class VdnnPlusPlus:
             swaps=trial.swaps,
             prediction=trial.prediction,
             notes=tuple(notes),
-            trials=trials if self.adapts else 0,
+            trials=trials if self.about.adapts else 0,
         )
 
     def _ladder(self, problem: Problem) -> Iterator[Trial]:

@@ -113,7 +113,7 @@ class _Agenda:
     fetch: list[_Trip] = field(default_factory=list)
     due: list[_Trip] = field(default_factory=list)
     barred: list[_Trip] = field(default_factory=list)
-    drop: list[Gap] = field(default_factory=list)
+    discard: list[Gap] = field(default_factory=list)
     made: list[Gap] = field(default_factory=list)
     unpacked: list[int] = field(default_factory=list)
 
@@ -147,7 +147,7 @@ class _Replay:
         self.committed = self._committed_bytes(plan)
         self.engine_s = 0.0
         self.gone: dict[int, _Trip] = {}
-        self.dropped: set[int] = set()
+        self.discarded: set[int] = set()
         self.away_bytes = 0
         self.op = -1
         self.clock_s = 0.0
@@ -254,8 +254,8 @@ class _Replay:
     def _check_operands(self, storages: tuple[int, ...]) -> None:
         """Check V5 for the operator that begins."""
         for storage in storages:
-            if storage in self.gone or storage in self.dropped or storage in self.for_good:
-                state = self.gone[storage].where.value if storage in self.gone else "it was dropped"
+            if storage in self.gone or storage in self.discarded or storage in self.for_good:
+                state = self.gone[storage].where.value if storage in self.gone else "it was discarded"
                 index = self.op % self.count
                 raise PlanError(
                     f"V5: operator {index} '{self.trace.ops[index].name}' needs storage {storage}, "
@@ -294,10 +294,10 @@ class _Replay:
             self.lanes[trip.swap.tier].incoming.append(trip)
         # What is made again counts from here on: `high` has the moments at which it is still missing.
         for gap in agenda.made:
-            self.dropped.remove(gap.storage)
+            self.discarded.remove(gap.storage)
             self.away_bytes -= self.trace.storages[gap.storage].nbytes
-        for gap in agenda.drop:
-            self.dropped.add(gap.storage)
+        for gap in agenda.discard:
+            self.discarded.add(gap.storage)
             self.away_bytes += self.trace.storages[gap.storage].nbytes
 
     def _worked(self, work_s: float, asked_s: float) -> float:

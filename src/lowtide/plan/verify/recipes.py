@@ -11,14 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from lowtide.core.operators import draws_random
 from lowtide.core.plan import Plan, Problem, Recompute
 from lowtide.core.trace import Reach, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.verify.shape import label
 from lowtide.plan.verify.spans import Spans
-
-# Parts of the names of operators that draw random numbers: they make something else when they run again.
-_DRAWS = ("bernoulli", "dropout", "exponential_", "multinomial", "normal_", "rand", "uniform_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +136,7 @@ class _Kitchen:
         """Check that an operator can run again before `served_op`, with what is on the table and some still missing."""
         op = self.trace.ops[index]
         where = f"V7: {label(one)} runs operator {index} '{op.name}' again before {served_op}, which"
-        if any(part in op.name.lower() for part in _DRAWS):
+        if draws_random(op.name):
             raise PlanError(f"{where} draws random numbers")
         for storage in op.writes:
             if self.trace.storages[storage].first_op != index and storage not in table:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from lowtide.core.operators import draws_random
 from lowtide.core.trace import Kind, Op, Phase, Trace
-
-_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "multinomial", "exponential_")
 
 
 def replayable(op: Op) -> bool:
     """Tell whether an operator computes the same again by itself: not if it changes what it reads."""
-    return not set(op.reads) & set(op.writes) and not _draws(op)
+    return not set(op.reads) & set(op.writes) and not draws_random(op.name)
 
 
 def alive_when(trace: Trace, storage: int, op: int) -> bool:
@@ -56,7 +55,7 @@ class Lineage:
         for writer in writers:
             op = self._trace.ops[writer]
             foreign = any(made != storage and self._trace.storages[made].first_op != writer for made in op.writes)
-            if foreign or _draws(op) or (writer == writers[0] and storage in op.reads):
+            if foreign or draws_random(op.name) or (writer == writers[0] and storage in op.reads):
                 return None
         return tuple(writers)
 
@@ -105,8 +104,3 @@ class Lineage:
                     elif self.written_between(operand, maker, end):
                         return None
         return tuple(sorted(ops))
-
-
-def _draws(op: Op) -> bool:
-    name = op.name.lower()
-    return any(word in name for word in _RANDOM)

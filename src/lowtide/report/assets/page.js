@@ -50,7 +50,7 @@ function drawCards(step) {
 
 function drawVerdict(step) {
   const f = step.figures, count = (ways) => step.journeys.filter((journey) => ways.includes(journey.way)).length;
-  const slowdown = f.step_s / (data.focus.infinite_s || f.step_s || 1), swapped = count(["swapped", "released", "dropped"]), remade = count(["remade"]);
+  const slowdown = f.step_s / (data.focus.infinite_s || f.step_s || 1), swapped = count(["swapped", "unused", "released"]), remade = count(["remade"]);
   const did = [swapped ? `swaps ${swapped} tensor${swapped > 1 ? "s" : ""}` : "", remade ? `recomputes ${remade}` : ""].filter(Boolean).join(" and ");
   const cost = slowdown < 1.005 ? "at no cost in time" : `in ${slowdown.toFixed(2)} times the time`;
   const bold = (text) => make("b", {}, text);

@@ -130,7 +130,7 @@ function drawPlan(holder, step, { filter, onRow }) {
 
 function effectOf(row) {
   if (row.stall_s > 0) return make("span", { class: "tag bad" }, `stalled ${formatSeconds(row.stall_s)}`);
-  if (row.way === "remade") return make("span", { class: "tag warn" }, row.ready === null ? "dropped" : `recomputed ${formatSeconds((row.ready - row.back) / 1e9)}`);
+  if (row.way === "remade") return make("span", { class: "tag warn" }, row.ready === null ? "discarded" : `recomputed ${formatSeconds((row.ready - row.back) / 1e9)}`);
   return make("span", { class: "tag good" }, "hidden");
 }
 

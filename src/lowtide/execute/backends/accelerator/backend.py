@@ -23,7 +23,7 @@ import torch
 
 from lowtide.core.log import Event as Logged
 from lowtide.core.log import Log
-from lowtide.errors import BudgetTooSmall, SpillError
+from lowtide.errors import BudgetTooSmall, SpillError, static_too_large
 from lowtide.execute.backends.accelerator.guard import Guard
 from lowtide.execute.backends.accelerator.host import HostTier, Place
 from lowtide.execute.backends.accelerator.log import OperatorLog
@@ -34,10 +34,11 @@ from lowtide.execute.backends.accelerator.records import Record
 from lowtide.execute.backends.accelerator.remakes import Remaking
 from lowtide.execute.backends.accelerator.traffic import check_free
 from lowtide.execute.backends.protocol import Usage
+from lowtide.execute.backends.records import bring_back_each
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes
 from lowtide.residency.machine import Residence
-from lowtide.tiers.medium import Medium, figures_of
+from lowtide.tiers.medium import Medium
 from lowtide.tiers.store import ThreadStore
 
 
@@ -76,13 +77,7 @@ class AcceleratorBackend(Remaking):
     def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
         static_bytes = self._memory.allocated_bytes()
         if static_bytes > budget_bytes:
-            raise BudgetTooSmall(
-                budget_bytes=budget_bytes,
-                needed_bytes=static_bytes,
-                op="the first step",
-                detail="the tensors there take that much already",
-                device=str(self.device),
-            )
+            raise static_too_large(budget_bytes=budget_bytes, static_bytes=static_bytes, device=str(self.device))
         self._memory.limit(budget_bytes)
         self._memory.forget_peaks()
         self._budget_bytes = budget_bytes
@@ -118,7 +113,7 @@ class AcceleratorBackend(Remaking):
             "host_peak_bytes": self._host.pool.peak_bytes,
             "disk_written_bytes": self._host.store.written_bytes,
             "disk_read_bytes": self._host.store.read_bytes,
-            **figures_of(self._host.store.medium),
+            **self._host.store.medium.figures(),
         }
 
     def expect(self, need_bytes: int | None) -> None:
@@ -197,9 +192,9 @@ class AcceleratorBackend(Remaking):
 
     def fetch(self, record: int) -> None:
         found = self._records.get(record)
-        if found is None or found.state not in (Residence.AWAY, Residence.DROPPED):
+        if found is None or found.state not in (Residence.AWAY, Residence.DISCARDED):
             return
-        if not self._is_open or found.state is Residence.DROPPED:
+        if not self._is_open or found.state is Residence.DISCARDED:
             raise self._read_error(found, SpillError(errno.ESTALE, "the tide was closed before backward ran"))
         if not self.make_room(found.nbytes):
             self.refusal("the copy of a saved tensor back to the device", found.nbytes)
@@ -262,7 +257,7 @@ class AcceleratorBackend(Remaking):
         self.rest()
         return None if self._taken is None else self._taken.take()
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         if self._guard.log is not None:
             self._guard.log.close()
         self._guard.log = None
@@ -303,16 +298,13 @@ class AcceleratorBackend(Remaking):
 
     def _bring_back_all(self) -> None:
         """Fetch what a graph that is still alive may ask for later: after this nothing is below the device."""
-        failure: SpillError | None = None
-        for number in list(self._records):
-            try:
-                while (found := self._records.get(number)) is not None and found.state is Residence.AWAY:
-                    self.fetch(number)
-                    self.wait(number)
-            except SpillError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+
+        def bring_back(number: int) -> None:
+            while (found := self._records.get(number)) is not None and found.state is Residence.AWAY:
+                self.fetch(number)
+                self.wait(number)
+
+        bring_back_each(list(self._records), bring_back)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

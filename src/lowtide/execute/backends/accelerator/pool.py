@@ -6,11 +6,11 @@ whose sizes are powers of two already, and the slots that copies use are cut fro
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from lowtide.errors import BadArgument
+from lowtide.tiers.holes import Hole, Holes
 
 PAGE_BYTES = 4096
 """Slots start at multiples of this, so that a file tier can read and write them without a copy."""
@@ -51,9 +51,7 @@ class PinnedPool(Generic[B]):
         self._used_bytes = 0
         self._peak_bytes = 0
         self._live: dict[Piece, int] = {}
-        self._holes: list[tuple[int, int, int]] = []  # (size, chunk, offset), ascending
-        self._size_at: dict[tuple[int, int], int] = {}
-        self._start_before: dict[tuple[int, int], int] = {}
+        self._holes = Holes()
 
     @property
     def used_bytes(self) -> int:
@@ -103,30 +101,25 @@ class PinnedPool(Generic[B]):
         for piece in slot.pieces:
             size = _pages_bytes(piece.nbytes)
             self._used_bytes -= size
-            self._add_hole(piece.chunk, piece.offset, size)
+            self._holes.add(piece.chunk, piece.offset, size)
 
     def _best_fit(self, nbytes: int, size: int) -> Piece | None:
-        index = bisect_left(self._holes, (size, 0, 0))
-        return self._cut(self._holes[index], nbytes) if index < len(self._holes) else None
+        hole = self._holes.best(size)
+        return None if hole is None else self._cut(hole, nbytes)
 
-    def _cut(self, hole: tuple[int, int, int], nbytes: int) -> Piece:
-        size, chunk, offset = hole
-        self._remove_hole(chunk, offset)
-        used = _pages_bytes(nbytes)
-        if size > used:
-            self._insert_hole(chunk, offset + used, size - used)
-        piece = Piece(chunk, offset, nbytes)
+    def _cut(self, hole: Hole, nbytes: int) -> Piece:
+        self._holes.cut(hole, _pages_bytes(nbytes))
+        piece = Piece(hole.chunk, hole.offset, nbytes)
         self._live[piece] = nbytes
         return piece
 
     def _scattered(self, nbytes: int) -> tuple[Piece, ...]:
         """Return pieces of the largest holes, as few as possible; the bound says that they suffice."""
-        if sum(size for size, _, _ in self._holes) < _pages_bytes(nbytes):
+        if self._holes.nbytes < _pages_bytes(nbytes):
             return ()
         pieces = []
-        while nbytes > 0:
-            hole = self._holes[-1]
-            pieces.append(self._cut(hole, min(nbytes, hole[0])))
+        while nbytes > 0 and (hole := self._holes.largest) is not None:
+            pieces.append(self._cut(hole, min(nbytes, hole.nbytes)))
             nbytes -= pieces[-1].nbytes
         return tuple(pieces)
 
@@ -144,28 +137,8 @@ class PinnedPool(Generic[B]):
             return False
         self._chunks.append(chunk)
         self._reserved_bytes += chunk_bytes
-        self._insert_hole(len(self._chunks) - 1, 0, chunk_bytes)
+        self._holes.add(len(self._chunks) - 1, 0, chunk_bytes)
         return True
-
-    def _add_hole(self, chunk: int, offset: int, size: int) -> None:
-        before = self._start_before.get((chunk, offset))
-        if before is not None:
-            size += self._remove_hole(chunk, before)
-            offset = before
-        if (chunk, offset + size) in self._size_at:
-            size += self._remove_hole(chunk, offset + size)
-        self._insert_hole(chunk, offset, size)
-
-    def _insert_hole(self, chunk: int, offset: int, size: int) -> None:
-        insort(self._holes, (size, chunk, offset))
-        self._size_at[chunk, offset] = size
-        self._start_before[chunk, offset + size] = offset
-
-    def _remove_hole(self, chunk: int, offset: int) -> int:
-        size = self._size_at.pop((chunk, offset))
-        del self._start_before[chunk, offset + size]
-        del self._holes[bisect_left(self._holes, (size, chunk, offset))]
-        return size
 
 
 def _pages_bytes(nbytes: int) -> int:

@@ -8,21 +8,13 @@ that.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide.execute.backends.accelerator.host import HostCopy
-from lowtide.residency.machine import Residence
-
-# Builds of torch before 2.8 have it only with CUDA.
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-# What `Record.holders` says of a storage that only its record holds: measured below, as nothing promises it.
-_ALONE: tuple[int, int] | None = None
+from lowtide.execute.backends.records import SavedStorage
 
 
 class End(NamedTuple):
@@ -39,8 +31,8 @@ class End(NamedTuple):
     copies: tuple[torch.Event, ...]
 
 
-class Record:
-    """A storage that autograd saved. `storage` is torch's one Python object for it (None: it is not on the device).
+class Record(SavedStorage):
+    """A storage that autograd saved, with its copy below the device and the copies of it that are under way.
 
     `arrived` is the copy back that fills it, or the kernels that made it again, until a stream that uses it has waited
     (`waited` are their numbers). `home` is the stream for which we allocated its block (None: the program did).
@@ -48,28 +40,13 @@ class Record:
     """
 
     def __init__(self, number: int, storage: torch.UntypedStorage, ends: deque[End]) -> None:
-        self.number = number
-        self.storage: torch.UntypedStorage | None = storage
-        self.cdata: int = storage._cdata
-        self.nbytes = storage.nbytes()
-        self.state = Residence.RESIDENT
+        super().__init__(number, storage)
         self.copy: HostCopy | None = None
         self.arrived: torch.Event | None = None
         self.waited: set[int] = set()
         self.home: int | None = None
         self.checksum: torch.Tensor | None = None
-        self.wanted = False  # asked for while leaving: stays when the copy has landed
-        self.handed_out = False  # since it was last copied out
         self._ends = ends
-
-    def is_alone(self) -> bool:
-        """Tell whether nobody else can reach the bytes: they may leave, and nobody changes them meanwhile (R1)."""
-        return self.storage is not None and self.holders() == _ALONE
-
-    def holders(self) -> tuple[int, int]:
-        """Return how many hold the storage in C++ (tensors, and its Python object once) and in Python."""
-        assert _use_count is not None, "no backend is made where it is missing"
-        return _use_count(self.cdata), sys.getrefcount(self.storage)
 
     def copies(self) -> tuple[torch.Event, ...]:
         """Return the copies that may still use the block and that its own stream has not waited for."""
@@ -81,22 +58,6 @@ class Record:
         copies = self.copies() if self.storage is not None else ()
         storage = self.storage if copies else None
         self._ends.append(End(self.number, self.nbytes, self.storage is None, self.copy, storage, copies))
-
-
-can_count_holders = _use_count is not None
-if can_count_holders:
-    _ALONE = Record(0, torch.empty(1, device="cpu").untyped_storage(), deque()).holders()
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """A saved tensor. `probe` shares its version counter and nothing else: no bytes."""
-
-    record: Record
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    probe: torch.Tensor
 
 
 # What gives a view the version of what it is a view of, in the dispatcher.

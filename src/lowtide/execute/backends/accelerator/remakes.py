@@ -102,13 +102,13 @@ class Remaking(Traffic):
                     return False
             self._give_up(found)
             self._forget_copy(found)
-            found.state = Residence.DROPPED
+            found.state = Residence.DISCARDED
             return True
 
     def adopt(self, record: int, tensor: torch.Tensor) -> bool:
         with aside(), self._lock:
             found, storage = self._records.get(record), tensor.untyped_storage()
-            if found is None or found.state is not Residence.DROPPED or storage.nbytes() != found.nbytes:
+            if found is None or found.state is not Residence.DISCARDED or storage.nbytes() != found.nbytes:
                 return False
             if storage._cdata in self._by_storage or storage.device != self.device:
                 return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import threading
@@ -15,14 +14,14 @@ from collections.abc import Sequence
 import torch
 
 from lowtide.core.log import Event as Logged
-from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, SpillCorrupted, SpillError
+from lowtide.errors import BadArgument, SpillError
 from lowtide.execute.backends.accelerator.copies import Copies
 from lowtide.execute.backends.accelerator.guard import Guard
 from lowtide.execute.backends.accelerator.host import HostTier, Place
 from lowtide.execute.backends.accelerator.memory import DeviceMemory
-from lowtide.execute.backends.accelerator.records import End, Pack, Record, can_count_holders, flat, same_version
+from lowtide.execute.backends.accelerator.records import End, Record, flat, same_version
 from lowtide.execute.backends.protocol import Packed
+from lowtide.execute.backends.records import Pack, can_count_holders, unreadable
 from lowtide.execute.recompute.modes import aside
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, Written
 from lowtide.residency.machine import Residence
@@ -57,7 +56,7 @@ class Traffic:
         self._happened: deque[Event] = deque()
         self._records: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self._by_storage: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
-        self._packs: dict[int, Pack] = {}
+        self._packs: dict[int, Pack[Record]] = {}
         # Records whose copy out is under way, oldest first.
         self._leaving: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self._dying: list[End] = []  # blocks of records that are gone, which a copy still uses
@@ -202,7 +201,7 @@ class Traffic:
     def write(self, record: int, nbytes: int) -> bool:
         with aside(), self._lock:
             found = self._records.get(record)
-            if found is None or not self._is_open or found.state is not Residence.RESIDENT or not found.is_alone():
+            if found is None or not self._is_open or not found.may_be_written():
                 return False
             copy = self._host.new(nbytes)
             if copy is None:
@@ -264,14 +263,12 @@ class Traffic:
     def keep(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
-            if found is not None and found.state is Residence.LEAVING:
-                found.wanted = True
-            return found is None or found.state is not Residence.AWAY
+            return found is None or found.keep()
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
-            if found is None or found.state is not Residence.CLEAN or not found.is_alone():
+            if found is None or not found.may_be_released():
                 return False
             self._give_up(found)
             return True
@@ -333,11 +330,7 @@ class Traffic:
             raise self._read_error(found, copy.error)
 
     def _read_error(self, record: Record, cause: OSError) -> SpillError:
-        what = f"{format_bytes(record.nbytes)} saved for backward"
-        place = f"tier '{self._host.store.medium.name}'"
-        if isinstance(cause, SpillCorrupted):
-            return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
-        return SpillError(cause.errno or errno.EIO, f"{what} cannot be read back from {place}: {cause}")
+        return unreadable(record.nbytes, cause, tier=self._host.store.medium.name)
 
     def _warn(self) -> None:
         """Warn of the first write that failed. Only called where an exception, which a warning may be, does no harm."""

@@ -21,11 +21,12 @@ import torch
 
 from lowtide.core.log import Event as Logged
 from lowtide.core.log import Log
-from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillError, SpillFull
+from lowtide.errors import BadArgument, BudgetTooSmall, NativeUnavailable, SpillError, SpillFull, static_too_large
 from lowtide.execute.backends.advisory.memory import AccountedMemory
-from lowtide.execute.backends.advisory.records import End, Move, Pack, Record, Storage, can_tell_holders, unreadable
+from lowtide.execute.backends.advisory.records import End, Move, Record, Storage
 from lowtide.execute.backends.advisory.segments import SegmentLog
 from lowtide.execute.backends.protocol import AskedByAllocator, Packed, Usage
+from lowtide.execute.backends.records import Pack, bring_back_each, can_count_holders, unreadable
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.residency.machine import Residence
 from lowtide.tiers.medium import Medium
@@ -49,7 +50,7 @@ class AdvisoryBackend(AskedByAllocator):
     refusals = 0
 
     def __init__(self, medium: Medium, *, verify: bool, reason: str) -> None:
-        if not can_tell_holders():
+        if not can_count_holders:
             raise NativeUnavailable(f"{reason}; without the native part torch 2.8 or later is needed: install either")
         self._pid = os.getpid()
         if any(other._pid == self._pid for other in _open_backends):
@@ -70,7 +71,7 @@ class AdvisoryBackend(AskedByAllocator):
         self._numbers = itertools.count(1)
         self._memory = AccountedMemory(log=self._log, numbers=self._numbers, on_end=self._ended)
         self._records, self._by_storage = self._memory.records, self._memory.by_storage
-        self._packs: dict[int, Pack] = {}
+        self._packs: dict[int, Pack[Record]] = {}
         self._moves: dict[int, Move] = {}
         self._watched: dict[int, None] = {}
         self._happened: deque[Event] = deque()
@@ -86,11 +87,7 @@ class AdvisoryBackend(AskedByAllocator):
         self.refresh_static()
         static_bytes = self.usage().live_bytes
         if static_bytes > budget_bytes:
-            raise BudgetTooSmall(
-                budget_bytes=budget_bytes,
-                needed_bytes=static_bytes,
-                op="the tensors that exist before the first step",
-            )
+            raise static_too_large(budget_bytes=budget_bytes, static_bytes=static_bytes)
         self._memory.budget_bytes = budget_bytes
         self._on_pressure = on_pressure
 
@@ -195,7 +192,7 @@ class AdvisoryBackend(AskedByAllocator):
             record.extent = None
 
     def close_pack(self, pack: int) -> None:
-        self._packs.pop(pack, None)  # see Note [Ends] of advisory_records
+        self._packs.pop(pack, None)  # see Note [Ends] of records.py
 
     def watch(self, record: int) -> None:
         with self._lock:
@@ -227,7 +224,7 @@ class AdvisoryBackend(AskedByAllocator):
     def write(self, record: int, nbytes: int) -> bool:
         with self._lock:
             found = self._records.get(record)
-            if found is None or not self._is_open or found.state is not Residence.RESIDENT or not found.is_alone():
+            if found is None or not self._is_open or not found.may_be_written():
                 return False
             try:
                 found.extent, transfer = self._store.put(found.memory(nbytes))
@@ -241,14 +238,12 @@ class AdvisoryBackend(AskedByAllocator):
     def keep(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
-            if found is not None and found.state is Residence.LEAVING:
-                found.wanted = True
-            return found is None or found.state is not Residence.AWAY
+            return found is None or found.keep()
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         with self._lock:
             found = self._records.get(record)
-            if found is None or found.state is not Residence.CLEAN or not found.is_alone():
+            if found is None or not found.may_be_released():
                 return False
             self._memory.give_up(found)
             return True
@@ -351,7 +346,7 @@ class AdvisoryBackend(AskedByAllocator):
     def take_log(self) -> Log | None:
         return self._log.take()
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         self._log.take()
 
     def mark_unpack(self, pack: int) -> None:
@@ -389,12 +384,9 @@ class AdvisoryBackend(AskedByAllocator):
 
     def _bring_back_all(self) -> None:
         """Fetch what a graph that is still alive may ask for later: after this nothing is on the tier."""
-        failure: SpillError | None = None
-        for number in list(self._records):
+
+        def bring_back(number: int) -> None:
             self.fetch(number)
-            try:
-                self.wait(number)
-            except SpillError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            self.wait(number)
+
+        bring_back_each(list(self._records), bring_back)

@@ -13,9 +13,10 @@ import torch
 
 from lowtide.core.log import Log
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull
+from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillError, SpillFull, static_too_large
 from lowtide.estimate.traffic import Moved, Traffic
 from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Packed, Usage
+from lowtide.execute.backends.records import bring_back_each
 from lowtide.execute.recompute.modes import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.foreign import Foreign
@@ -23,7 +24,7 @@ from lowtide.memory.native import load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, State
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, WriteFailed, Written
 from lowtide.tiers.extents import Extent, Extents
-from lowtide.tiers.medium import Medium, figures_of
+from lowtide.tiers.medium import Medium
 
 _WAIT_MS = 200  # how often a wait looks up to let Ctrl-C through
 
@@ -50,15 +51,16 @@ class CpuBackend(AskedByAllocator):
         self._opened = False
         self._stall_before_s = 0.0
         self._peaks = (0, 0)  # live and reserved, before the step that runs
-        fds = getattr(medium, "fds", None)
-        started = self._native.mover_start(
-            fds=fds or (),
-            stripe_bytes=getattr(medium, "stripe_bytes", 8 << 20),
-            direct=bool(getattr(medium, "direct", False)),
-            verify=verify,
-            threads=threads,
-            medium=None if fds else self._call_medium,
-        )
+        if (files := medium.files) is None:
+            started = self._native.mover_start(verify=verify, threads=threads, medium=self._call_medium)
+        else:
+            started = self._native.mover_start(
+                fds=files.fds,
+                stripe_bytes=files.stripe_bytes,
+                direct=files.direct,
+                verify=verify,
+                threads=threads,
+            )
         if not started:
             raise BadArgument("another tide is open in this process: close it before opening a second one")
 
@@ -74,12 +76,7 @@ class CpuBackend(AskedByAllocator):
         self._stall_before_s = self._native.counters().stall_s
         static_bytes = self._native.counters().live_bytes
         if static_bytes > budget_bytes:
-            raise BudgetTooSmall(
-                budget_bytes=budget_bytes,
-                needed_bytes=static_bytes,
-                op="the first step",
-                detail="the tensors that exist already take that much",
-            )
+            raise static_too_large(budget_bytes=budget_bytes, static_bytes=static_bytes)
         self._native.set_budget(budget_bytes)
         self._native.set_pressure(on_pressure)
 
@@ -117,7 +114,7 @@ class CpuBackend(AskedByAllocator):
 
     def figures(self) -> dict[str, object]:
         """Return the peak of the step that ran last, or runs, and what the medium counts."""
-        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes, **figures_of(self._medium)}
+        return {"last_step_peak_bytes": self._native.counters().peak_live_bytes, **self._medium.figures()}
 
     def too_small(self) -> BaseException:
         interruption = self._native.take_interruption()
@@ -224,7 +221,7 @@ class CpuBackend(AskedByAllocator):
     def keep(self, record: int) -> bool:
         return self._native.record_keep(record) != State.AWAY
 
-    def drop(self, record: int) -> bool:
+    def release(self, record: int) -> bool:
         return self._native.record_drop(record) > 0
 
     def prefetch(self, record: int) -> bool:
@@ -343,7 +340,7 @@ class CpuBackend(AskedByAllocator):
         entries = self._native.log_stop()
         return None if entries is None else Log(entries=entries, names=self._native.names())
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         self._native.log_drop()
 
     def mark_unpack(self, pack: int) -> None:
@@ -380,16 +377,13 @@ class CpuBackend(AskedByAllocator):
 
     def _bring_back_all(self) -> None:
         """Fetch what a graph that is still alive may ask for later: after this nothing is on the tier."""
-        failure: SpillError | None = None
-        for record in list(self._extent_of):
+
+        def bring_back(record: int) -> None:
             if self._native.record_state(record) == State.LEAVING:
                 self._native.record_keep(record)
                 self.wait(record)
             if self._native.record_state(record) in (State.AWAY, State.ARRIVING):
                 self._native.record_fetch(record)
-                try:
-                    self.wait(record)
-                except SpillError as error:
-                    failure = error
-        if failure is not None:
-            raise failure
+                self.wait(record)
+
+        bring_back_each(list(self._extent_of), bring_back)

@@ -14,11 +14,11 @@ from lowtide.plan.policies.dtr import Dtr
 from lowtide.plan.policy import Policy
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium, Latency
 from lowtide.tiers.medium import Medium
-from tests.bitwise.drop_all import DropAll
+from tests.bitwise.discard_all import DiscardAll
 from tests.execute.training import Need, Training, records
 
 STEPS = 6
-POLICIES: dict[str, Callable[[], Policy]] = {"drop_all": lambda: DropAll(once=False), "dtr": Dtr}
+POLICIES: dict[str, Callable[[], Policy]] = {"discard_all": lambda: DiscardAll(once=False), "dtr": Dtr}
 
 
 @pytest.fixture(scope="module")

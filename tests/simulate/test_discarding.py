@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from lowtide.residency.events import (
     Discard,
-    Drop,
     Forget,
     Held,
     Needed,
     Pressure,
+    Release,
     Remade,
     Remake,
     Saved,
@@ -34,10 +34,10 @@ def saved(*, discards: bool) -> Residency:
     return machine
 
 
-def test_a_plan_drops_a_record_and_its_use_makes_it_again() -> None:
+def test_a_plan_discards_a_record_and_its_use_makes_it_again() -> None:
     machine = saved(discards=False)
     assert machine.on(Forget((0,))) == [Discard(7)]
-    assert machine.where(7) is Residence.DROPPED
+    assert machine.where(7) is Residence.DISCARDED
     assert list(machine.evictable()) == []
     assert machine.on(Needed(7)) == [Remake(7)]
     machine.on(Remade(7))
@@ -46,7 +46,7 @@ def test_a_plan_drops_a_record_and_its_use_makes_it_again() -> None:
     machine.validate()
 
 
-def test_a_record_that_somebody_holds_or_uses_is_not_dropped() -> None:
+def test_a_record_that_somebody_holds_or_uses_is_not_discarded() -> None:
     machine = Residency(all_of_them)
     machine.on(Saved(7, 100, 0))
     assert machine.on(Forget((0,))) == []
@@ -69,4 +69,4 @@ def test_who_cannot_run_operators_again_never_hears_of_it() -> None:
     machine = saved(discards=False)
     assert machine.on(Pressure(50)) == [Write(7)]
     machine.on(Written(7, True))
-    assert machine.on(Pressure(50)) == [Drop(7)]
+    assert machine.on(Pressure(50)) == [Release(7)]

@@ -1,4 +1,4 @@
-"""What dropping under pressure (DTR) must not do: outlive its step, miss a change, hold memory, pin a whole chain."""
+"""What discarding under pressure (DTR) must not do: outlive its step, miss a change, hold memory, pin a whole chain."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nothing_given_up_outlives_its_step(change: str, tmp_path: Path) -> None
         def look() -> None:
             machine = tide._runtime.machine
             assert machine.records()
-            assert not any(machine.where(record) is Residence.DROPPED for record in machine.records())
+            assert not any(machine.where(record) is Residence.DISCARDED for record in machine.records())
 
         got = gradients(tide.step, look)
         assert int(str(tide.stats()["recomputed_ops"])) > 0
