@@ -56,7 +56,7 @@ class DroppingView(SimulatedView):
 
     def recompute_s(self, record: int) -> float:
         """Return how long it would take to make `record` again, with everything dropped that hangs together with it."""
-        return self._maker.neighbourhood_s(record, self._state.op)
+        return self._maker.neighbourhood_s(record, self._state.index)
 
     def staleness_s(self, record: int) -> float:
         """Return how long ago `record` was last read or written."""
