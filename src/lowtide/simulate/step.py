@@ -373,6 +373,7 @@ class _Steps:
                     self.traffic.ask_write(record, clock_s, cause=cause)
                 case e.Drop():
                     self.state.tell(e.Dropped(record.storage))
+                    record.landed_s = clock_s
                     self.state.gone(record, clock_s)
                 case e.Discard():
                     self.state.gone(record, clock_s, dropped=True)
