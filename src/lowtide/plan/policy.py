@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
+from lowtide.core.trace import Gap, Kind, Reach, Trace
 
 
 class Runs(StrEnum):
@@ -35,14 +36,32 @@ class Family(StrEnum):
     PLACEMENT = "placement"
 
 
+ACTIVATIONS = frozenset({Kind.ACTIVATION})
+"""What systems know that move what forward leaves for backward, and nothing else."""
+
+
+def activation_gaps(trace: Trace) -> tuple[Gap, ...]:
+    """Return the gaps of activations, which begin and end within the step.
+
+    Where the executor moves only what autograd saved, those are all gaps there are.
+    """
+    if trace.reach is Reach.SAVED:
+        return trace.gaps()
+    return tuple(gap for gap in trace.gaps(kinds=ACTIVATIONS) if gap.before_op <= len(trace.ops))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """Where a policy comes from. `reconstructed` says what its paper leaves open and was filled in here."""
+    """Where a policy comes from. `reconstructed` says what its paper leaves open and was filled in here.
+
+    `kinds` are the storages it decides about (None: all that can move).
+    """
 
     family: Family
     runs: tuple[Runs, ...]
     paper: str = ""
     reconstructed: str = ""
+    kinds: frozenset[Kind] | None = None
 
 
 class View(Protocol):

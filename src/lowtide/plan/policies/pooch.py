@@ -26,7 +26,7 @@ from lowtide.plan.auto.mix import Dropping, Mix
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 # Of L_O, the maps whose copies out take longest are searched exhaustively.
 EXHAUSTIVE_MAPS = 5
@@ -44,6 +44,7 @@ class Pooch:
     recomputes = True
     adapts = True
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Ito et al., PPoPP 2019 poster, arXiv 1907.05013",
@@ -94,7 +95,7 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._facts = Sweep(problem)
-        self.found = candidates(problem, self._facts)
+        self.found = candidates(problem, self._facts, activation_gaps(problem.trace))
         self._of = {one.gap: one for one in self.found}
         items = len(self._facts.peak_bytes) + len(self.found) + 1
         self._evaluations = max(LEAST_EVALUATIONS, min(EVALUATIONS, EVALUATED_ITEMS // items))
