@@ -8,14 +8,13 @@ import pytest
 from lowtide import registry
 from lowtide.codecs import Stats, ZeroValue
 from lowtide.core.machine import Link
-from lowtide.core.plan import Plan, Problem
+from lowtide.core.plan import CodecCost, Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.plan.policy import About, Family, Runs, View
 from lowtide.plan.views.layers import relu_results
 from lowtide.report import budget_of, problem_of, settle
 from lowtide.report.case import FEEDBACK_STEPS, Encoding
-from lowtide.simulate import Codec
 from lowtide.testing.traces import chain_trace, machine_of
 from tests.plan.policies import shapes
 from tests.report.samples import MACHINE, share, vgg
@@ -96,8 +95,8 @@ def test_times_are_the_machines_where_it_states_them_and_the_traces_own_otherwis
         problem_of(trace, stated, budget_bytes=1)
 
 
-FAST_ENGINE = Codec(
-    encode_bytes_per_s=1e13, decode_bytes_per_s=1e13, ratio=ZeroValue().ratio_model(Stats(density=0.25))
+FAST_ENGINE = CodecCost(
+    name="zvc", encode_bytes_per_s=1e13, decode_bytes_per_s=1e13, ratio=ZeroValue().ratio_model(Stats(density=0.25))
 )
 
 
@@ -106,7 +105,7 @@ def test_relus_results_travel_through_the_codec_and_others_as_they_are(policy: s
     trace = shapes.vgg()
     problem = shapes.problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, shapes.BOUND)
     plain = settle(problem, registry.policy(policy))
-    encoded = settle(problem, registry.policy(policy), encoding=Encoding(name="zvc", codec=FAST_ENGINE))
+    encoded = settle(problem, registry.policy(policy), encoding=Encoding(codec=FAST_ENGINE))
     assert encoded.plan == plain.plan, "no policy knows of the codec"
     moved = [swap.gap.storage for swap in plain.plan.swaps]
     relus = relu_results(trace)
@@ -123,7 +122,7 @@ def test_a_codec_gains_nothing_where_the_link_is_not_the_bottleneck_and_costs_wh
     plain = settle(problem, registry.policy("vdnn_all")).timeline.step_s
     assert plain == pytest.approx(trace.duration_s, rel=1e-3)
     for codec, slower in ((FAST_ENGINE, False), (replace(FAST_ENGINE, decode_bytes_per_s=1e8), True)):
-        encoding = Encoding(name="zvc", codec=codec, everything=True)
+        encoding = Encoding(codec=codec, everything=True)
         step_s = settle(problem, registry.policy("vdnn_all"), encoding=encoding).timeline.step_s
         assert (step_s > 1.5 * plain) == slower
         assert slower or step_s == pytest.approx(plain, rel=1e-3)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.plan import CodecCost, Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Timeline
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument, BudgetTooSmall, PlanError
 from lowtide.plan.policies.swap_all import SwapAll
-from lowtide.simulate import Codec, Resources, simulate
+from lowtide.simulate import Resources, simulate
 from lowtide.testing.traces import chain_trace, machine_of
 
 # Four layers of 100 bytes, a second forward and two back; 100 bytes take 0.5 s on the link. The gaps are those of
@@ -77,8 +77,8 @@ def test_where_a_codec_or_another_link_takes_part_waits_last_as_beside_operators
     trip = swap(0, 2, 7, 7)
     slow = run(trip, replace(swap(1, 3, 6, 6), tier="disk"), problem=replace(PROBLEM, machine=both))
     assert slow.stall_s == pytest.approx(1.0)
-    codec = Resources(codecs={"half": Codec(encode_bytes_per_s=100.0, decode_bytes_per_s=100.0, ratio=0.5)})
-    coded = run(replace(trip, codec="half"), problem=idling(LINK, 5.0), resources=codec)
+    codec = CodecCost(name="half", encode_bytes_per_s=100.0, decode_bytes_per_s=100.0, ratio=0.5)
+    coded = run(replace(trip, codec="half"), problem=replace(idling(LINK, 5.0), codecs=(codec,)))
     assert coded.stall_s == pytest.approx(0.25 + 1.0)
 
 
@@ -156,8 +156,8 @@ def test_an_operator_that_does_not_fit_is_named_with_numbers() -> None:
 
 
 def test_a_codec_takes_the_engines_time_and_shrinks_what_travels() -> None:
-    codec = Codec(encode_bytes_per_s=100.0, decode_bytes_per_s=400.0, ratio=0.5)
-    timeline = run(swap(0, 2, 7, 6, codec="half"), resources=Resources(codecs={"half": codec}))
+    codec = CodecCost(name="half", encode_bytes_per_s=100.0, decode_bytes_per_s=400.0, ratio=0.5)
+    timeline = run(swap(0, 2, 7, 6, codec="half"), problem=replace(PROBLEM, codecs=(codec,)))
     # Encoded from 2 to 3 s, 50 bytes travel in 0.25 s; read from 8 to 8.25 s and decoded in another 0.25 s.
     assert lane(timeline, Lane.OUT) == [(0, 3.0, 3.25)]
     assert lane(timeline, Lane.IN) == [(0, 8.0, 8.5)]
@@ -165,20 +165,20 @@ def test_a_codec_takes_the_engines_time_and_shrinks_what_travels() -> None:
 
 
 def test_the_codec_engine_serves_one_storage_at_a_time() -> None:
-    codec = Codec(encode_bytes_per_s=25.0, decode_bytes_per_s=1e9)
+    codec = CodecCost(name="slow", encode_bytes_per_s=25.0, decode_bytes_per_s=1e9)
     both = (swap(0, 2, 7, 7, codec="slow"), swap(1, 3, 6, 6, codec="slow"))
-    timeline = run(*both, resources=Resources(codecs={"slow": codec}))
+    timeline = run(*both, problem=replace(PROBLEM, codecs=(codec,)))
     # Storage 0 is encoded from 2 to 6 s, storage 1 from 6 to 10 s: operator 6, which wants it at 8 s, waits for that.
     assert [start_s for _, start_s, _ in lane(timeline, Lane.OUT)] == [6.0, 10.0]
 
 
 def test_an_unknown_codec_and_impossible_resources_are_refused() -> None:
-    with pytest.raises(BadArgument, match=r"codec 'zstd' is not known: give it in Resources.*known: identity"):
+    with pytest.raises(BadArgument, match=r"codec 'zstd' is not known: give it in Problem.*known: identity"):
         run(swap(0, 2, 7, 6, codec="zstd"))
     with pytest.raises(BadArgument, match="0 mover threads"):
         Resources(movers=0)
     with pytest.raises(BadArgument, match="codec 'x' needs rates above 0"):
-        Resources(codecs={"x": Codec(encode_bytes_per_s=0.0, decode_bytes_per_s=1.0)})
+        CodecCost(name="x", encode_bytes_per_s=0.0, decode_bytes_per_s=1.0)
 
 
 def test_one_mover_thread_makes_a_duplex_link_serve_one_direction_at_a_time() -> None:

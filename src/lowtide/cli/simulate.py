@@ -100,23 +100,24 @@ def command(
 
 def _encoding(name: str, *, density: float) -> Encoding:
     from lowtide.codecs import Stats, ZeroValue, codec, measure
+    from lowtide.core.plan import CodecCost
     from lowtide.report.case import Encoding
-    from lowtide.simulate import Codec
 
     found, stats = codec(name), Stats(density=density)
     rates = measure(found, stats)
-    cost = Codec(
+    cost = CodecCost(
+        name=name,
         encode_bytes_per_s=rates.encode_bytes_per_s,
         decode_bytes_per_s=rates.decode_bytes_per_s,
         ratio=found.ratio_model(stats),
     )
-    return Encoding(name=name, codec=cost, everything=name != ZeroValue.name)
+    return Encoding(codec=cost, everything=name != ZeroValue.name)
 
 
 def _told(encoding: Encoding) -> str:
     cost, what = encoding.codec, "everything" if encoding.everything else "ReLU's results"
     encode, decode = format_rate(cost.encode_bytes_per_s), format_rate(cost.decode_bytes_per_s)
-    return f"{what} through {encoding.name}: {cost.ratio:.1%} left, encoded at {encode}, decoded at {decode}"
+    return f"{what} through {cost.name}: {cost.ratio:.1%} left, encoded at {encode}, decoded at {decode}"
 
 
 def _answer(timeline: Timeline, summary: Summary) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from math import inf
 
 from lowtide.core.machine import Machine
 from lowtide.core.trace import Gap, Trace
+from lowtide.errors import BadArgument
 
 PLAN_VERSION = 2
 
@@ -23,6 +24,10 @@ class CodecCost:
     decode_bytes_per_s: float = inf
     ratio: float = 1.0
     error_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.encode_bytes_per_s > 0 and self.decode_bytes_per_s > 0 and 0 <= self.ratio < inf):
+            raise BadArgument(f"codec {self.name!r} needs rates above 0 and a ratio of 0 or more")
 
 
 IDENTITY = CodecCost(name="identity")

@@ -22,7 +22,7 @@ from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
 from lowtide.memory.native import Native, load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, Place, RangeCounters, Trouble
-from lowtide.tiers.medium import Medium, figures_of
+from lowtide.tiers.medium import Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class RangeMemory:
         self._medium_error = ""
         _join_lingering(self.native)
         for medium in self._media.values():
-            fds = getattr(medium, "fds", None)
+            files = medium.files
             self.native.tier_add(
-                fds=fds or (),
-                stripe_bytes=getattr(medium, "stripe_bytes", 8 << 20),
+                fds=() if files is None else files.fds,
+                stripe_bytes=1 if files is None else files.stripe_bytes,
                 capacity_bytes=medium.capacity_bytes,
-                medium=None if fds else self._caller(medium),
+                medium=self._caller(medium) if files is None else None,
             )
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
         self._lent: Lent | None = None
@@ -125,7 +125,7 @@ class RangeMemory:
 
     def figures(self) -> dict[str, object]:
         """Return what the media count themselves."""
-        return {name: value for medium in self._media.values() for name, value in figures_of(medium).items()}
+        return {name: value for medium in self._media.values() for name, value in medium.figures().items()}
 
     # ---- observation ----
 
@@ -145,7 +145,7 @@ class RangeMemory:
         entries = self.native.log_stop()
         return None if entries is None else Log(entries=entries, names=self.native.names())
 
-    def drop_log(self) -> None:
+    def forget_log(self) -> None:
         """Stop the log and forget it."""
         self.native.log_drop()
 

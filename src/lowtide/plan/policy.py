@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
+from lowtide.core.trace import Gap, Kind, Reach, Trace
 
 
 class Runs(StrEnum):
@@ -35,6 +36,20 @@ class Family(StrEnum):
     PLACEMENT = "placement"
 
 
+ACTIVATIONS = frozenset({Kind.ACTIVATION})
+"""What systems know that move what forward leaves for backward, and nothing else."""
+
+
+def activation_gaps(trace: Trace) -> tuple[Gap, ...]:
+    """Return the gaps of activations, which begin and end within the step.
+
+    Where the executor moves only what autograd saved, those are all gaps there are.
+    """
+    if trace.reach is Reach.SAVED:
+        return trace.gaps()
+    return tuple(gap for gap in trace.gaps(kinds=ACTIVATIONS) if gap.before_op <= len(trace.ops))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
     """What a policy says of itself: where it comes from, and what it asks of those that execute and judge it.
@@ -42,6 +57,7 @@ class About:
     `reconstructed`: what its paper leaves open and was filled in here. `adapts`: it leaves alone what fits (False: it
     moves things whatever the budget is). `recomputes`: its plans run operators again, where nobody forbids it.
     `discards_victims`: what it gives up when memory runs out is not written but made again.
+    `kinds` are the storages it decides about (None: all that can move).
     """
 
     family: Family
@@ -51,6 +67,7 @@ class About:
     adapts: bool = True
     recomputes: bool = False
     discards_victims: bool = False
+    kinds: frozenset[Kind] | None = None
 
 
 class View(Protocol):

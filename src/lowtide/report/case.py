@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lowtide.core.machine import Machine
-from lowtide.core.plan import Plan, Problem
+from lowtide.core.plan import CodecCost, Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
 from lowtide.core.units import parse_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.policy import Policy, Runs, revised
 from lowtide.plan.views.layers import relu_results
-from lowtide.simulate import Codec, Resources, simulate
+from lowtide.simulate import simulate
 
 # How often a policy that learns from steps may change its mind; Capuchin's feedback settles well before.
 FEEDBACK_STEPS = 16
@@ -32,17 +32,16 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """A codec before the spill, by its name and cost: what a ReLU wrote goes through it, or `everything` that swaps."""
+    """A codec before the spill, by its cost: what a ReLU wrote goes through it, or `everything` that swaps."""
 
-    name: str
-    codec: Codec
+    codec: CodecCost
     everything: bool = False
 
     def through(self, plan: Plan, trace: Trace) -> Plan:
         """Return `plan` with the codec on the swaps that it is for."""
         zeros = relu_results(trace)
         swaps = (
-            replace(swap, codec=self.name) if self.everything or swap.gap.storage in zeros else swap
+            replace(swap, codec=self.codec.name) if self.everything or swap.gap.storage in zeros else swap
             for swap in plan.swaps
         )
         return replace(plan, swaps=tuple(swaps))
@@ -56,7 +55,6 @@ def settle(
     A policy with `observe` sees each step and may change its plan, until it does not: those steps count as trials.
     No policy knows of the `encoding`: it plans for a link on which bytes travel as they are.
     """
-    resources = Resources(codecs={encoding.name: encoding.codec}) if encoding is not None else None
     plan = policy.plan(problem)
     bound = _ignores_budget(policy, plan)
     budget_bytes = plan.prediction.peak_bytes if bound and plan.prediction is not None else problem.budget_bytes
@@ -64,8 +62,9 @@ def settle(
     def run(plan: Plan) -> Timeline:
         within = replace(problem, budget_bytes=budget_bytes)
         if encoding is not None:
+            within = replace(within, codecs=(*problem.codecs, encoding.codec))
             plan = encoding.through(plan, problem.trace)
-        timeline = simulate(within, plan, policy=policy, allocator=allocator, resources=resources)
+        timeline = simulate(within, plan, policy=policy, allocator=allocator)
         return replace(timeline, budget_bytes=problem.budget_bytes)
 
     timeline = run(plan)

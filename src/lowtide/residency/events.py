@@ -1,4 +1,8 @@
-"""What the residency machine is told, and what it answers: frozen values, no torch."""
+"""What the residency machine is told, and what it answers: frozen values, no torch.
+
+A record is a storage that autograd saved (hooks), or a range of pages. The docstrings say the first; what an event or a
+command means for a range is said after "Range:", where it is not the same.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Autograd saved a storage that was not a record yet."""
+    """Autograd saved a storage that was not a record yet.
+
+    Range: it was mapped, or taken over from another allocator; its pages are in fast memory and no tier has them.
+    """
 
     record: int
     nbytes: int
@@ -25,24 +32,45 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """Range: a tier has held its bytes since before the step, at `place`; `away`: no page of it is in fast memory."""
+
+    record: int
+    place: str
+    away: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sole:
-    """Nobody but Lowtide holds the record's storage any more: giving it up frees memory."""
+    """Nobody but Lowtide holds the record's storage any more: giving it up frees memory.
+
+    Range: never told, since its pages can leave whoever holds the storage.
+    """
 
     record: int
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """Autograd asks for the record now; it is pinned until `Used`."""
+    """Autograd asks for the record now; it is pinned until `Used`.
+
+    Range: an operator that touches it is about to begin, or a fault waits for it. All of its pages have to be there.
+    """
 
     record: int
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The record was handed to autograd."""
+    """The record was handed to autograd.
+
+    Range: the operator has ended, or the fault was served. `wrote`: some of its pages may have changed (the first write
+    to a page that came back faults), so that no copy in a tier is worth anything any more. What autograd was handed may
+    always change.
+    """
 
     record: int
+    wrote: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +82,15 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The plan wants these keys gone again, once nobody else holds them; `discard`: without a copy."""
+    """The plan wants these keys gone again, once nobody else holds them; `discard`: without a copy.
+
+    Range: gone now, or once no operator uses it; to `place`, a tier and codec ("": where it went last). If an unchanged
+    copy is there already, its pages are given up without a write.
+    """
 
     keys: tuple[int, ...]
     discard: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +166,10 @@ class NoRoom:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Autograd let go of the record."""
+    """Autograd let go of the record.
+
+    Range: it was unmapped, with all copies of it.
+    """
 
     record: int
 
@@ -148,6 +184,7 @@ class Pressure:
 Event = (
     Saved
     | Named
+    | Found
     | Sole
     | Needed
     | Used
@@ -173,7 +210,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy the record to the tier and give up its fast bytes once that landed."""
+    """Copy the record to the tier and give up its fast bytes once that landed.
+
+    Range: map its pages read-only, write them from where they are, then move them into the pool.
+    """
 
     record: int
 
@@ -187,7 +227,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give up a clean record's fast bytes now."""
+    """Give up a clean record's fast bytes now.
+
+    Range: move its pages into the pool; the range stays reserved, without access.
+    """
 
     record: int
 

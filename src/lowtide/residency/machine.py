@@ -4,6 +4,10 @@ The runtime drives it with real hooks and threads, a simulator can with a virtua
 I/O. A *record* is a storage that autograd saved, named by a number; `key` is its ordinal among the step's records,
 which is how a plan made from an earlier step names it.
 
+Where pages move, a record is a range of them, of any kind of storage. It may leave whenever no operator uses it, and
+the machine knows which places of the tiers still hold what it holds: a range that did not change since is not written
+again. Its key is its own number, in every step.
+
 Rules cited below (docs/concepts.md): R2 within budget, R4 a value leaves only after the tier confirms it, R8 whatever
 differs from the plan runs reactively.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lowtide.residency.events import (
@@ -23,6 +27,7 @@ from lowtide.residency.events import (
     Event,
     Fetch,
     Forget,
+    Found,
     Gone,
     Held,
     Keep,
@@ -84,16 +89,21 @@ class _Entry:
     failed: bool = False
     leave: bool = False  # the plan wants it away as soon as that is possible
     discard: bool = False  # and without a copy
+    place: str = ""  # where it goes, or went last
+    copies: set[str] = field(default_factory=set)  # the places whose copy is what fast memory holds
+    stale: bool = False  # it changed while it was being written
 
 
 class Residency:
     """The state machine. It is also the `View` that a policy's `victims` looks at.
 
-    With `discards`, victims are given up without a copy and made again, instead of being written.
+    With `discards`, victims are given up without a copy and made again, instead of being written. With `pages`, records
+    are ranges, which leave whoever holds them and are clean as long as nobody writes them.
     """
 
-    def __init__(self, victims: Victims, *, discards: bool = False) -> None:
+    def __init__(self, victims: Victims, *, discards: bool = False, pages: bool = False) -> None:
         self._victims = victims
+        self._pages = pages
         self.discards = discards
         self._entries: dict[int, _Entry] = {}
         self._by_key: dict[int, int] = {}
@@ -213,12 +223,17 @@ class Residency:
         """Take in one event and return what to do about it, in order."""
         match event:
             case Saved(record, nbytes, key):
-                self._entries[record] = _Entry(nbytes=nbytes, key=key, last_access=self._clock)
+                self._entries[record] = _Entry(nbytes=nbytes, key=key, last_access=self._clock, sole=self._pages)
                 return self._name(record, key)
             case Due(keys):
                 return self._prefetches([self._by_key[key] for key in keys if key in self._by_key])
-            case Leave(keys, discard):
-                return self._leave_again([self._by_key[key] for key in keys if key in self._by_key], discard=discard)
+            case Leave(keys, discard, place):
+                records = [self._by_key[key] for key in keys if key in self._by_key]
+                return (
+                    self._leave_now(records, discard, place)
+                    if self._pages
+                    else self._leave_again(records, discard=discard)
+                )
             case Forget(keys):
                 return self._discard([self._by_key[key] for key in keys if key in self._by_key])
             case Pressure(need_bytes):
@@ -256,11 +271,8 @@ class Residency:
                 entry.pinned += 1
                 entry.leave = False
                 return self._bring_back(record, entry)
-            case Used():
-                entry.pinned -= 1
-                if entry.where in (Residence.CLEAN, Residence.ARRIVING):
-                    # Whoever has it now may change it without autograd noticing: the tier's copy is worth nothing.
-                    entry.where = Residence.RESIDENT
+            case Used(record, wrote):
+                return self._used(record, entry, wrote=wrote)
             case Held(record):
                 if entry.where in (Residence.LEAVING, Residence.DISCARDED):
                     entry.where = Residence.RESIDENT
@@ -282,9 +294,18 @@ class Residency:
     def _on_outcome(self, event: Event, entry: _Entry) -> None:
         match event:
             case Written(_, resident):
-                entry.where = Residence.CLEAN if resident else Residence.AWAY
+                if not entry.stale:
+                    entry.copies.add(entry.place)
+                kept = Residence.RESIDENT if entry.stale else Residence.CLEAN
+                entry.where = kept if resident else Residence.AWAY
+                entry.stale = False
             case Remade():
                 entry.where, entry.leave = Residence.RESIDENT, False
+                entry.copies.clear()
+            case Found(_, place, away):
+                entry.place = place
+                entry.copies.add(place)
+                entry.where = Residence.AWAY if away else Residence.CLEAN
             case WriteFailed():
                 entry.where = Residence.RESIDENT
                 entry.failed = True
@@ -338,6 +359,27 @@ class Residency:
             entry.leave, entry.discard, entry.sole = True, discard, False  # whoever uses it now may still hold it
             commands.append(Watch(record))
         return commands
+
+    def _leave_now(self, records: Sequence[int], discard: bool, place: str) -> list[Command]:
+        """Send ranges to a place, each as soon as no operator uses it."""
+        commands: list[Command] = []
+        for record in records:
+            entry = self._entries[record]
+            entry.leave, entry.discard, entry.place = True, discard, place or entry.place
+            if entry.where in (Residence.RESIDENT, Residence.CLEAN):
+                entry.where = Residence.CLEAN if entry.place in entry.copies else Residence.RESIDENT
+            commands += self._send_away(record, entry)
+        return commands
+
+    def _used(self, record: int, entry: _Entry, *, wrote: bool) -> list[Command]:
+        entry.pinned -= 1
+        if wrote:
+            entry.copies.clear()
+            entry.stale = self._pages and entry.where is Residence.LEAVING
+            if entry.where in (Residence.CLEAN, Residence.ARRIVING):
+                # Whoever has it now may change it without autograd noticing: the tier's copy is worth nothing.
+                entry.where = Residence.RESIDENT
+        return self._send_away(record, entry) if self._pages else []
 
     def _send_away(self, record: int, entry: _Entry) -> list[Command]:
         if not entry.leave or not self._may_leave(entry):

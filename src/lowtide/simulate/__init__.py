@@ -3,8 +3,8 @@
 docs/simulator.md states the model and where it differs from the planner's and from the runtime.
 """
 
-from lowtide.simulate.resources import Codec, Resources
+from lowtide.simulate.resources import Resources
 from lowtide.simulate.run import Run, simulate_run
 from lowtide.simulate.step import simulate
 
-__all__ = ["Codec", "Resources", "Run", "simulate", "simulate_run"]
+__all__ = ["Resources", "Run", "simulate", "simulate_run"]

@@ -1,6 +1,9 @@
 """What happens at which operator: the trace's saves, uses and gaps, and the plan's decisions, by operator.
 
 Symbols: a *record* is a storage with gaps: only those can leave. A *trip* is one planned absence of a record.
+
+Where pages move, steps follow each other: a moment is that of an operator in every step, and what a trip brings about
+in the next step is in the moments too. Operators of a trip are counted from the step in which it begins.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from itertools import accumulate
 from math import inf
 
 from lowtide.core.plan import Plan, Problem
-from lowtide.core.trace import Gap, Save, Trace
+from lowtide.core.trace import Gap, Reach, Save, Trace
 from lowtide.errors import PlanError
+from lowtide.plan.costs.sweep import ends_unused
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,6 +27,7 @@ class Record:
     the machine wants to hear when that is so again. `leaving`: its write is asked for and has not landed. `away`: its
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
+    `lives_on`: it is there in every step, and its state goes on from one to the next.
     """
 
     storage: int
@@ -30,6 +35,7 @@ class Record:
     used: bool
     tier: str
     codec: str = "identity"
+    lives_on: bool = False
     open: bool = False
     watched: bool = True
     leaving: bool = False
@@ -43,32 +49,44 @@ class Record:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Trip:
-    """One planned absence: out when `after_op` begins, due back at `due_op`; `ops` make it again if nothing is read.
+    """One planned absence: out when `begin_op` begins, due back at `due_op`; `ops` make it again if nothing is read.
 
-    `asked_s` and `blocked_until_op` belong to its place in the queue of prefetches.
+    `for_good`: nobody needs it in any step, so that it is away all the time. `blocked_until_op` belongs to its place in
+    the queue of prefetches.
     """
 
     record: Record
     gap: Gap
+    begin_op: int
     due_op: int
     returns: bool
+    for_good: bool = False
     tier: str = ""
     codec: str = "identity"
     fetch_op: int = -1
     landed_op: int | None = None
     ops: tuple[int, ...] | None = None
-    asked_s: float = inf
     blocked_until_op: int = 0
     read: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where the residency machine is told that it goes."""
+        return f"{self.tier}/{self.codec}"
 
 
 @dataclass(slots=True)
 class Moment:
-    """What the start of one operator brings; its end, for `gone`. Numbers are storages."""
+    """What the start of one operator brings; its end, for `gone`. Numbers are storages.
 
+    `ending`: gaps that end without a use. `over`: storages that end with the step before.
+    """
+
+    over: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     ticks: int = 0
     closing: list[int] = field(default_factory=list)
+    ending: list[int] = field(default_factory=list)
     opening: list[Gap] = field(default_factory=list)
     leaving: list[Trip] = field(default_factory=list)
     discarding: list[Trip] = field(default_factory=list)
@@ -83,22 +101,28 @@ class Moment:
 class Agenda:
     """The moments of a step, its records and what each is expected to be used at."""
 
-    def __init__(self, problem: Problem, plan: Plan | None) -> None:
+    def __init__(self, problem: Problem, plan: Plan | None, *, steps: int = 1) -> None:
         trace = problem.trace
+        self._trace = trace
         self._count = len(trace.ops)
+        self.pages = trace.reach is Reach.TOUCHED
         self.moments: dict[int, Moment] = {}
         self.records: dict[int, Record] = {}
-        saves: dict[int, list[Save]] = {}
-        for save in trace.saves:
-            saves.setdefault(save.storage, []).append(save)
         gaps: dict[int, list[Gap]] = {}
         for gap in trace.gaps():
             gaps.setdefault(gap.storage, []).append(gap)
         self._gaps = gaps
-        self._released_op: dict[int, int] = {}
-        for storage, own in gaps.items():
-            self._add_record(trace, storage, own, saves[storage], tier=problem.tier)
-        self.uses = self._number_events(trace)
+        self._ends_unused = ends_unused(trace)
+        if self.pages:
+            self._add_ranges(trace, tier=problem.tier)
+            self.uses = self._number_touches(steps)
+        else:
+            saves: dict[int, list[Save]] = {}
+            for save in trace.saves:
+                saves.setdefault(save.storage, []).append(save)
+            for storage, own in gaps.items():
+                self._add_record(trace, storage, own, saves[storage], tier=problem.tier)
+            self.uses = self._number_events(trace)
         self.trips = self._add_trips(plan) if plan is not None else []
 
     def at(self, op: int) -> Moment:
@@ -116,8 +140,53 @@ class Agenda:
         for gap in gaps:
             self.at(gap.after_op).opening.append(gap)
             self.at(gap.before_op).closing.append(storage)
-        self._released_op[storage] = max(save.released_op for save in saves)
-        self.at(self._released_op[storage]).gone.append(storage)
+            if not used:  # autograd lets it go here without asking for it
+                self.at(gap.before_op).ending.append(storage)
+        self.at(max(save.released_op for save in saves)).gone.append(storage)
+
+    def _add_ranges(self, trace: Trace, *, tier: str) -> None:
+        """Make a record of every range with gaps, with its life and all of its touches."""
+        touches = trace.touches()
+        for storage in self._gaps:
+            block, touched = trace.storages[storage], touches[storage]
+            record = Record(
+                storage=storage,
+                nbytes=block.nbytes,
+                used=bool(touched),
+                tier=tier,
+                lives_on=trace.lives_on(storage),
+                open=True,
+                watched=False,
+            )
+            self.records[storage] = record
+            for op in touched:
+                self.at(op).used.append(storage)
+            if record.lives_on:
+                continue
+            # What an operator allocates and does not touch can leave once that operator has ended.
+            first_op = max(block.first_op, 0) if block.first_op in (-1, *touched[:1]) else block.first_op + 1
+            self.at(first_op).saved.append(storage)
+            if (end_op := self._ends_unused[storage]) >= 0:
+                self.at(end_op % self._count).ending.append(storage)
+            if block.last_op < self._count:
+                self.at(block.last_op).gone.append(storage)
+            else:
+                self.at(0).over.append(storage)
+        for moment in self.moments.values():
+            moment.used.sort()
+
+    def _number_touches(self, steps: int) -> dict[int, tuple[int, ...]]:
+        """Give every touch of a record its number, from step to step; return those of each record, and of one more."""
+        numbers: dict[int, list[int]] = {}
+        event = 0
+        for op in sorted(self.moments):
+            for storage in self.moments[op].used:
+                numbers.setdefault(storage, []).append(event)
+                event += 1
+        return {
+            storage: tuple(step * event + number for step in range(steps + 1) for number in own)
+            for storage, own in numbers.items()
+        }
 
     def _number_events(self, trace: Trace) -> dict[int, tuple[int, ...]]:
         """Give every save and use of the step its number; return those of each record's uses."""
@@ -140,9 +209,11 @@ class Agenda:
                 event += 1
         return {storage: tuple(events) for storage, events in numbers.items()}
 
-    def _returns(self, gap: Gap, record: Record) -> bool:
-        """Tell whether the storage is needed again at the end of a decision, within the step."""
-        return gap.before_op < self._count and (record.used or self._released_op[record.storage] != gap.before_op)
+    def _returns(self, gap: Gap) -> bool:
+        """Tell whether the storage is needed again at the end of a decision."""
+        if not self.pages and gap.before_op >= self._count:
+            return False
+        return self._ends_unused.get(gap.storage) != gap.before_op
 
     def _record_of(self, gap: Gap) -> Record:
         """Return the record of a decision, which has to lie inside one of its gaps."""
@@ -161,44 +232,87 @@ class Agenda:
         trips = []
         for swap in plan.swaps:
             record = self._record_of(swap.gap)
-            returns = self._returns(swap.gap, record)
+            returns = self._returns(swap.gap)
+            # A gap that begins with the next step is one that begins with this.
+            shift = self._count if swap.gap.after_op >= self._count else 0
+            due_op = swap.arrived_op if swap.arrived_op is not None and returns else swap.gap.before_op
             trips.append(
                 Trip(
                     record=record,
                     gap=swap.gap,
-                    due_op=swap.arrived_op if swap.arrived_op is not None and returns else swap.gap.before_op,
+                    begin_op=swap.gap.after_op - shift,
+                    due_op=due_op - shift,
                     returns=returns,
+                    for_good=record.lives_on and not returns,
                     tier=swap.tier,
                     codec=swap.codec,
-                    fetch_op=swap.fetch_op,
-                    landed_op=swap.landed_op,
+                    fetch_op=swap.fetch_op - shift,
+                    landed_op=None if swap.landed_op is None else swap.landed_op - shift,
                 )
             )
-        for again in plan.recomputes:
-            record = self._record_of(again.gap)
-            returns = self._returns(again.gap, record)
-            trips.append(Trip(record=record, gap=again.gap, due_op=again.gap.before_op, returns=returns, ops=again.ops))
+        trips += [
+            Trip(
+                record=self._record_of(again.gap),
+                gap=again.gap,
+                begin_op=again.gap.after_op,
+                due_op=again.gap.before_op,
+                returns=self._returns(again.gap),
+                ops=again.ops,
+            )
+            for again in plan.recomputes
+        ]
         trips.sort(key=lambda trip: trip.gap)
         for trip in trips:
-            self._schedule(trip)
-        for trip in sorted(trips, key=lambda trip: trip.due_op):
-            if trip.ops is None and trip.returns and trip.fetch_op < trip.due_op:
-                self.at(trip.fetch_op).fetching.append(trip)
+            if not trip.for_good:
+                self._schedule(trip)
+        fetched = [
+            (trip.due_op - trip.fetch_op // self._count * self._count, trip)
+            for trip in trips
+            if trip.ops is None and trip.returns and trip.fetch_op < trip.due_op
+        ]
+        for _, trip in sorted(fetched, key=lambda one: one[0]):
+            self.at(self._place(trip.fetch_op)).fetching.append(trip)
         return trips
 
+    def _place(self, op: int) -> int:
+        """Return an operator's number in its own step; where steps do not follow each other, their end is none."""
+        return op % self._count if self.pages else op
+
     def _schedule(self, trip: Trip) -> None:
-        self.at(trip.due_op).due.append(trip)
+        self.at(self._place(trip.due_op)).due.append(trip)
         if trip.ops is not None:
-            self.at(trip.gap.after_op).discarding.append(trip)
+            self.at(trip.begin_op).discarding.append(trip)
             return
-        self.at(trip.gap.after_op).leaving.append(trip)
+        self.at(trip.begin_op).leaving.append(trip)
         if trip.landed_op is not None:
-            self.at(trip.landed_op).barred.append(trip)
+            self.at(self._place(trip.landed_op)).barred.append(trip)
+
+    def over_the_end(self) -> list[Trip]:
+        """Return the trips that reach into the next step, in the order in which their reads are asked for."""
+        reaching = [trip for trip in self.trips if self.pages and trip.due_op >= self._count and not trip.for_good]
+        return sorted(reaching, key=lambda trip: (trip.fetch_op, trip.due_op, trip.gap))
+
+    def copies(self) -> set[tuple[int, str]]:
+        """Return the records of which a tier has a good copy when a step begins, and where: nobody wrote them since."""
+        changes: dict[int, int] = {}
+        for index, op in enumerate(self._trace.ops):
+            changes.update(dict.fromkeys(op.writes, index))
+        for trip in self.trips:
+            if trip.ops is not None:
+                storage = trip.record.storage
+                changes[storage] = max(trip.due_op, changes.get(storage, -1))
+        return {
+            (trip.record.storage, trip.place)
+            for trip in self.trips
+            if trip.record.lives_on and trip.ops is None and changes.get(trip.record.storage, -1) < trip.begin_op
+        }
 
     def least_bytes(self, peak_bytes: Sequence[int]) -> list[int]:
         """Return what is left of each operator's bytes with every trip away from its beginning until it is due."""
-        change = [0] * (self._count + 1)
+        change = [0] * (2 * self._count + 1)
         for trip in self.trips:
-            change[trip.gap.after_op] -= trip.record.nbytes
-            change[trip.due_op] += trip.record.nbytes
-        return [peak + absent for peak, absent in zip(peak_bytes, accumulate(change), strict=False)]
+            begin_op, due_op = (0, self._count) if trip.for_good else (trip.begin_op, trip.due_op)
+            change[begin_op] -= trip.record.nbytes
+            change[due_op] += trip.record.nbytes
+        absent = list(accumulate(change))
+        return [peak + absent[op] + absent[op + self._count] for op, peak in enumerate(peak_bytes)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Span, Timeline
-from lowtide.core.trace import Trace
+from lowtide.core.trace import Reach, Trace
 from lowtide.core.units import format_bytes
 
 Block = tuple[float, int, int]
@@ -16,12 +17,15 @@ Block = tuple[float, int, int]
 class Recording:
     """Collects what happens, in any order of time, and makes a `Timeline` of it.
 
-    `watch_s` is what an operator takes longer than the trace says, because the step is watched.
+    `watch_s` is what an operator takes longer than the trace says, because the step is watched. Moments are given on
+    the clock of all steps; the timeline's begin with the step, at `begun_s`, with some storages `away`.
     """
 
-    def __init__(self, trace: Trace, *, watch_s: float = 0.0) -> None:
+    def __init__(self, trace: Trace, *, watch_s: float = 0.0, begun_s: float = 0.0, away: Sequence[int] = ()) -> None:
         self._trace = trace
         self._watch_s = watch_s
+        self._begun_s = begun_s
+        self._away = frozenset(away)
         self.spans: list[Span] = []
         self.memory: list[tuple[float, int]] = []
         self.peak_bytes = 0
@@ -53,7 +57,12 @@ class Recording:
         Storages keep their number from one absence to the next, but take a new block each time. What the trace knows
         of an operator beside its storages is one more block, taken and given back with it.
         """
-        return _blocks(self._trace, self.starts_s, self.absences, self.scratch, end_s)
+        return _blocks(self._trace, self.starts_s, self.absences, self.scratch, end_s, away=self._away)
+
+    def _since(self, span: Span) -> Span:
+        if not self._begun_s:
+            return span
+        return replace(span, start_s=span.start_s - self._begun_s, end_s=span.end_s - self._begun_s)
 
     def timeline(
         self, problem: Problem, plan: Plan | None, *, policy: str, step_s: float, allocator: str | None
@@ -65,7 +74,7 @@ class Recording:
         if allocator is not None:
             from lowtide.estimate.predictors.allocators import reserved_peak
 
-            reserved_bytes = reserved_peak(self.blocks(step_s), allocator)
+            reserved_bytes = reserved_peak(self.blocks(self._begun_s + step_s), allocator)
             if reserved_bytes > problem.budget_bytes:
                 notes.append(
                     f"the {allocator} allocator reserves {format_bytes(reserved_bytes)}, "
@@ -84,8 +93,10 @@ class Recording:
             reserved_peak_bytes=reserved_bytes,
             moved_out_bytes=self.out_bytes,
             moved_in_bytes=self.in_bytes,
-            spans=tuple(sorted(self.spans, key=lambda span: (span.start_s, span.end_s))),
-            memory=tuple(sorted(self.memory, key=lambda moment: moment[0])),
+            spans=tuple(sorted(map(self._since, self.spans), key=lambda span: (span.start_s, span.end_s))),
+            memory=tuple(
+                sorted(((at_s - self._begun_s, live) for at_s, live in self.memory), key=lambda moment: moment[0])
+            ),
             notes=tuple(notes),
             trials=plan.trials if plan is not None else 0,
         )
@@ -97,9 +108,16 @@ def _blocks(
     absences: Sequence[tuple[float, int, bool]],
     scratch: Sequence[tuple[float, float, int]],
     end_s: float,
+    *,
+    away: Collection[int],
 ) -> list[Block]:
     """Return all changes in the order of time; at one moment, what is given back goes first."""
     changes: list[tuple[float, int, int, int]] = []  # time, rank, storage, bytes
+    static_bytes = trace.static_bytes
+    for storage in _movable_before(trace, absences, away):
+        static_bytes -= trace.storages[storage].nbytes
+        if storage not in away:
+            changes.append((starts_s[0], 2, storage, trace.storages[storage].nbytes))
     ends_s = [*starts_s[1:], end_s]
     alive = [0] * (len(trace.ops) + 2)
     for storage, block in enumerate(trace.storages):
@@ -126,7 +144,15 @@ def _blocks(
         other += 1
         changes.append((start_s, 3, len(trace.ops) + other, nbytes))
         changes.append((stop_s, 0, len(trace.ops) + other, -nbytes))
-    return _numbered(sorted(changes, key=lambda change: change[:2]), static_bytes=trace.static_bytes)
+    return _numbered(sorted(changes, key=lambda change: change[:2]), static_bytes=static_bytes)
+
+
+def _movable_before(trace: Trace, absences: Sequence[tuple[float, int, bool]], away: Collection[int]) -> list[int]:
+    """Return what was there before the step and leaves: blocks of their own, where everything can leave."""
+    if trace.reach is not Reach.TOUCHED:
+        return []
+    moved = {storage for _, storage, _ in absences}.union(away)
+    return sorted(one for one in moved if trace.storages[one].first_op < 0 and trace.storages[one].nbytes)
 
 
 def _numbered(changes: Sequence[tuple[float, int, int, int]], *, static_bytes: int) -> list[Block]:

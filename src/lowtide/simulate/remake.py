@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import inf
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Trace
+from lowtide.core.trace import Gap, Reach, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.costs.rerun import Reruns
 from lowtide.plan.costs.sweep import Sweep
@@ -67,6 +67,8 @@ class Remaker:
 
         What is alive then is in memory, or can be made again itself: nothing else is ever discarded.
         """
+        if self._trace.reach is Reach.TOUCHED and before_op >= len(self._trace.ops):
+            return False  # whoever holds it after the step may look at it
         known = self._sure.get((storage, before_op))
         if known is None:
             recipe = self._find([storage], before_op, lambda operand: alive_when(self._trace, operand, before_op))

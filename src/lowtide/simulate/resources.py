@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import inf, isfinite
+from math import inf
 
 from lowtide.core.machine import Link
 from lowtide.errors import BadArgument
+from lowtide.plan.costs.options import Option
 from lowtide.simulate.agenda import Record, Trip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Codec:
-    """An encoding as the simulator sees it: how fast, and how many bytes are left of one."""
-
-    encode_bytes_per_s: float
-    decode_bytes_per_s: float
-    ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What a machine has beside its links.
 
-    `movers`: the threads that carry transfers, one at a time each (None: as many as the links can use). `codecs`: the
-    rates of the one engine that encodes before a write and decodes after a read, by the codec's name.
+    `movers`: the threads that carry transfers, one at a time each (None: as many as the links can use).
     """
 
     movers: int | None = None
-    codecs: Mapping[str, Codec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.movers is not None and self.movers < 1:
             raise BadArgument(f"{self.movers} mover threads move nothing: give 1 or more, or None")
-        for name, codec in self.codecs.items():
-            if not (codec.encode_bytes_per_s > 0 and codec.decode_bytes_per_s > 0 and 0 <= codec.ratio < inf):
-                raise BadArgument(f"codec {name!r} needs rates above 0 and a ratio of 0 or more")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
     """One storage on its way. `ready_s`: when it may start at the earliest; `end_s`: when it has landed or arrived.
 
-    `kept`: it was wanted back while it was leaving, so that its fast bytes stay when the copy lands.
+    `kept`: it was wanted back while it was leaving, so that its fast bytes stay when the copy lands. `forgotten`: its
+    storage was released meanwhile.
     """
 
     record: Record
@@ -53,12 +40,21 @@ class Transfer:
     asked_s: float
     asked_op: int
     cause: str
-    tier: str
-    link_bytes: int
+    option: Option
     ready_s: float
     start_s: float = inf
     end_s: float = inf
     kept: bool = False
+    forgotten: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prefetch in a queue: of which trip, since when, and for which operator, counted on from step to step."""
+
+    trip: Trip
+    asked_s: float
+    needed_op: int
 
 
 class Wire:
@@ -72,7 +68,7 @@ class Wire:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.writes: deque[Transfer] = deque()
-        self.reads: deque[Trip] = deque()
+        self.reads: deque[Request] = deque()
         self.flying: Transfer | None = None
         self.out_s = 0.0
         self.in_s = 0.0
@@ -81,12 +77,12 @@ class Wire:
         """Occupy a lane from `start_s` on; return when the bytes are over."""
         transfer.start_s = start_s
         if transfer.outward:
-            end_s = self.out_s = start_s + self.link.write_s(transfer.link_bytes)
+            end_s = self.out_s = start_s + transfer.option.write_s
             self.flying = transfer
             if not self.link.duplex:
                 self.in_s = end_s
         else:
-            end_s = self.in_s = start_s + self.link.read_s(transfer.link_bytes)
+            end_s = self.in_s = start_s + transfer.option.read_s
             if not self.link.duplex:
                 self.out_s = end_s
         return end_s
@@ -113,37 +109,12 @@ class Movers:
 class CodecEngine:
     """Encodes and decodes one storage at a time, in the order in which it is asked."""
 
-    def __init__(self, codecs: Mapping[str, Codec]) -> None:
-        self._codecs = codecs
+    def __init__(self) -> None:
         self._free_s = 0.0
 
-    def known(self, name: str) -> Codec | None:
-        """Return a codec (None: bytes travel as they are)."""
-        if name == "identity":
-            return None
-        codec = self._codecs.get(name)
-        if codec is None:
-            names = ", ".join(["identity", *sorted(self._codecs)])
-            raise BadArgument(
-                f"the rate of codec {name!r} is not known: give it in Resources(codecs=...); known: {names}"
-            )
-        return codec
-
-    def link_bytes(self, name: str, nbytes: int) -> int:
-        """Return how many bytes travel for `nbytes`."""
-        codec = self.known(name)
-        return nbytes if codec is None else round(nbytes * codec.ratio)
-
-    def encoded_s(self, name: str, nbytes: int, *, asked_s: float) -> float:
-        """Return when `nbytes` are encoded."""
-        codec = self.known(name)
-        return asked_s if codec is None else self._work(nbytes / codec.encode_bytes_per_s, asked_s)
-
-    def decoded_s(self, name: str, nbytes: int, *, asked_s: float) -> float:
-        """Return when `nbytes` are decoded."""
-        codec = self.known(name)
-        return asked_s if codec is None else self._work(nbytes / codec.decode_bytes_per_s, asked_s)
-
-    def _work(self, duration_s: float, asked_s: float) -> float:
-        self._free_s = max(self._free_s, asked_s) + (duration_s if isfinite(duration_s) else inf)
+    def done_s(self, work_s: float, *, asked_s: float) -> float:
+        """Return when a piece of work is done."""
+        if not work_s:
+            return asked_s
+        self._free_s = max(self._free_s, asked_s) + work_s
         return self._free_s

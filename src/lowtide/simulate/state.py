@@ -15,6 +15,8 @@ from lowtide.simulate.recording import Recording
 class State:
     """The bytes of the step. `peak_bytes[i]` is what operator i would need if nothing were ever absent.
 
+    `op` is the running operator, counted on from step to step; `index` is its number in its own step.
+
     While an operator waits for memory (`waiting`), what it needs is not alive yet: nothing is noted then.
     """
 
@@ -33,8 +35,14 @@ class State:
         self.recording = recording
         self.equations = equations
         self.op = 0
+        self._count = max(1, len(problem.trace.ops))
         self.away_bytes = 0
         self.waiting = False
+
+    @property
+    def index(self) -> int:
+        """The running operator's number in its own step."""
+        return self.op % self._count
 
     def live_bytes(self) -> int:
         """Return the bytes alive beside the running operator."""
@@ -47,7 +55,7 @@ class State:
         self.recording.live(at_s, self.live_bytes())
         if self.equations is not None:
             self.machine.validate()
-            self.equations.fits(self.op, self.peak_bytes[self.op], self.live_bytes())
+            self.equations.fits(self.index, self.peak_bytes[self.op], self.live_bytes())
 
     def gone(self, record: Record, at_s: float, *, discarded: bool = False) -> None:
         """Free a record's fast bytes: the tier has them, or (`discarded`) nobody has."""

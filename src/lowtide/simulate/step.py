@@ -5,12 +5,14 @@ The rules are those of docs/policies.md, which plans are judged by; docs/simulat
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Timeline
+from lowtide.core.trace import Reach
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.policy import Policy
@@ -38,23 +40,25 @@ def simulate(
 ) -> Timeline:
     """Return the step of `problem` under a plan (None: no plan, and no knowledge of what comes).
 
+    Where pages move, that is the second of two steps: one that follows another of its kind.
+
     `policy` chooses victims where memory runs out all the same; those of a policy that `discards_victims` are discarded
     and made again. `allocator` names a model of `lowtide.estimate.predictors.allocators` for `reserved_peak_bytes`.
     `strict` checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
     """
-    return _Step(problem, plan, policy=policy, resources=resources or Resources(), strict=strict).run(allocator)
+    return _Steps(problem, plan, policy=policy, resources=resources or Resources(), strict=strict).run(allocator)
 
 
-def _waited_link(problem: Problem, plan: Plan | None, resources: Resources) -> Link | None:
+def _waited_link(problem: Problem, plan: Plan | None) -> Link | None:
     """Return the link on which everything goes faster while the program waits (None: not everything does)."""
     link = problem.machine.links.get(problem.tier)
-    tiers = {swap.tier for swap in plan.swaps} if plan is not None else set()
-    if link is None or link.idle_speedup == 1 or resources.codecs or not tiers <= {problem.tier}:
+    ways = {(swap.tier, swap.codec) for swap in plan.swaps} if plan is not None else set()
+    if link is None or link.idle_speedup == 1 or not ways <= {(problem.tier, "identity")}:
         return None
     return link
 
 
-class _Step:
+class _Steps:
     def __init__(
         self, problem: Problem, plan: Plan | None, *, policy: Policy | None, resources: Resources, strict: bool
     ) -> None:
@@ -63,29 +67,30 @@ class _Step:
         self.plan = plan
         self.policy = policy
         self.ops = trace.ops
-        self.agenda = Agenda(problem, plan)
+        self.pages = trace.reach is Reach.TOUCHED
+        self.steps = 2 if self.pages else 1
+        self.agenda = Agenda(problem, plan, steps=self.steps)
         self.records = self.agenda.records
+        self.touches = trace.touches() if self.pages else ()
         self.discards = problem.can_recompute and policy is not None and policy.about.discards_victims
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
         self.watch_s = problem.watch_s / max(1, len(self.ops)) if remakes else 0.0
         self.recording = Recording(trace, watch_s=self.watch_s)
+        peak_bytes = planned_peaks(problem, plan)
         self.state = State(
             problem,
-            peak_bytes=planned_peaks(problem, plan),
-            machine=Residency(self._victims, discards=self.discards),
+            peak_bytes=peak_bytes * self.steps,
+            machine=Residency(self._victims, discards=self.discards, pages=self.pages),
             recording=self.recording,
             equations=Equations(trace, problem.budget_bytes, self.records) if strict else None,
         )
         self.waits: list[Wait] = []
-        self.waited_link = _waited_link(problem, plan, resources)
+        self.begun_s = 0.0
+        self.waited_link = _waited_link(problem, plan)
         prefetches = any(moment.fetching for moment in self.agenda.moments.values())
-        self.traffic = Traffic(
-            self.state,
-            problem.machine,
-            resources,
-            committed=Curve(self.agenda.least_bytes(self.state.peak_bytes)) if prefetches else None,
-        )
+        ahead = self.agenda.least_bytes(peak_bytes) * (self.steps + 1 if self.pages else 1) if prefetches else None
+        self.traffic = Traffic(self.state, problem, resources, committed=Curve(ahead) if ahead is not None else None)
         self.view = (
             DiscardingView(self.state, self.records, self.remaker)
             if self.discards and self.remaker is not None
@@ -99,12 +104,33 @@ class _Step:
     # ---- the step ----
 
     def run(self, allocator: str | None) -> Timeline:
-        """Run all operators and return what happened."""
-        clock_s = 0.0
+        """Run all operators, of as many steps as it takes, and return what happened in the last."""
+        if self.pages:
+            self._begin_among_others()
+        clock_s = self._step(0, 0.0)
+        if self.steps > 1:
+            self.begun_s = clock_s
+            self.waits = []
+            self.recording = self.state.recording = Recording(
+                self.problem.trace,
+                watch_s=self.watch_s,
+                begun_s=clock_s,
+                away=[record.storage for record in self.records.values() if record.away],
+            )
+            clock_s = self._step(len(self.ops), clock_s)
+        self.traffic.drain()
+        policy = self.plan.policy if self.plan is not None else self.policy.name if self.policy is not None else ""
+        timeline = self.recording.timeline(
+            self.problem, self.plan, policy=policy, step_s=clock_s - self.begun_s, allocator=allocator
+        )
+        return shortened(timeline, self.waits)
+
+    def _step(self, first_op: int, clock_s: float) -> float:
+        """Run the operators of one step and return when it has ended."""
         for index, op in enumerate(self.ops):
             self.traffic.advance(clock_s)
             self.traffic.reach(clock_s)
-            self.state.op = index
+            self.state.op = first_op + index
             moment = self.agenda.moments.get(index)
             self.state.waiting = True
             if moment is not None:
@@ -120,20 +146,50 @@ class _Step:
             self.recording.span(Lane.COMPUTE, clock_s, end_s, index)
             clock_s = end_s
             if moment is not None:
-                self._release(moment.gone)
+                self._leave(index, moment, clock_s)
             if self.discards:
                 self._touch((*op.reads, *op.writes), clock_s)
-        self.traffic.drain()
-        policy = self.plan.policy if self.plan is not None else self.policy.name if self.policy is not None else ""
-        timeline = self.recording.timeline(self.problem, self.plan, policy=policy, step_s=clock_s, allocator=allocator)
-        return shortened(timeline, self.waits)
+        if self.pages:
+            # What has begun beside the last operator belongs to this step.
+            self.traffic.advance(clock_s)
+        return clock_s
+
+    def _begin_among_others(self) -> None:
+        """Take over what steps before the first have left behind: copies in tiers, absences and requests."""
+        reaching = {trip.record.storage: trip for trip in self.agenda.over_the_end()}
+        reaching |= {trip.record.storage: trip for trip in self.agenda.trips if trip.for_good}
+        copies: dict[int, list[str]] = {}
+        for storage, place in self.agenda.copies():
+            copies.setdefault(storage, []).append(place)
+        for storage, record in self.records.items():
+            if not record.lives_on:
+                continue
+            self.state.tell(e.Saved(storage, record.nbytes, storage))
+            self.view.needed_next(storage, len(self.ops))
+            trip = reaching.get(storage)
+            away = trip.place if trip is not None else None
+            for place in sorted(copies.get(storage, ()), key=lambda place: place == away):
+                self.state.tell(e.Found(storage, place, place == away))
+            if trip is not None:
+                record.tier, record.codec = trip.tier, trip.codec
+                record.landed_s = 0.0
+                self.state.waiting = True
+                self.state.gone(record, 0.0)
+                self.state.waiting = False
+        for trip in self.agenda.over_the_end():
+            if trip.returns and trip.fetch_op < len(self.ops) < trip.due_op:
+                self.traffic.ask_prefetch(trip, 0.0, needed_op=trip.due_op - len(self.ops))
 
     def _enter(self, index: int, moment: Moment, clock_s: float) -> float:
         """Do what the start of an operator brings and wait for what it needs; return when it begins."""
-        self._note_saves(moment, clock_s)
-        self._start_trips(moment, clock_s)
-        if moment.barred or moment.due or moment.closing:
+        if not self.pages:
+            self._note_saves(moment, clock_s)
+        self._start_trips(index, moment, clock_s)
+        if moment.barred or moment.due or moment.ending:
             clock_s = self._wait_for_landings(index, moment, clock_s)
+        if self.pages:
+            self._release(moment.over)  # what ended with the step before is the same storage in this
+            self._note_saves(moment, clock_s)
         fetched, remade = self._need(moment)
         absent = [record for record in fetched if record.away]
         for record in absent:
@@ -155,9 +211,19 @@ class _Step:
         if recipe is not None:
             ready_s = self._remake(recipe, remade, ready_s)
         for storage in moment.used:
-            self.state.tell(e.Used(storage))
+            if not self.pages:
+                self.state.tell(e.Used(storage))
             self.records[storage].touched_s = ready_s
         return ready_s
+
+    def _leave(self, index: int, moment: Moment, clock_s: float) -> None:
+        """Do what the end of an operator brings."""
+        if self.pages:
+            written = self.ops[index].writes
+            for storage in moment.used:
+                commands = self.state.tell(e.Used(storage, wrote=storage in written))
+                self._carry_out(commands, clock_s, cause="plan")
+        self._release(moment.gone)
 
     # ---- the start of an operator ----
 
@@ -166,11 +232,20 @@ class _Step:
         for storage in moment.saved:
             record = self.records[storage]
             record.touched_s = clock_s
+            record.gone = False
             self.state.tell(e.Saved(storage, record.nbytes, storage))
+            if self.pages:
+                self.view.needed_next(storage, self._next_touch(storage, self.state.index - 1))
         for _ in range(moment.ticks):
             machine.tick()
 
-    def _start_trips(self, moment: Moment, clock_s: float) -> None:
+    def _next_touch(self, storage: int, index: int) -> int:
+        """Return the first operator after one that needs a range, or that releases it; the end if it is after that."""
+        touched = self.touches[storage]
+        after = bisect_right(touched, index)
+        return touched[after] if after < len(touched) else self.problem.trace.storages[storage].last_op
+
+    def _start_trips(self, index: int, moment: Moment, clock_s: float) -> None:
         for storage in moment.closing:
             self.records[storage].open = False
         for gap in moment.opening:
@@ -181,11 +256,17 @@ class _Step:
                 self._watch(record, clock_s, cause="plan")
         for trip in moment.leaving:
             trip.record.tier, trip.record.codec = trip.tier, trip.codec
-            self._carry_out(self.state.tell(e.Leave((trip.record.storage,))), clock_s, cause="plan")
+            trip.read, trip.blocked_until_op = False, 0
+            leave = e.Leave((trip.record.storage,), place=trip.place)
+            self._carry_out(self.state.tell(leave), clock_s, cause="plan")
         for trip in moment.discarding:
             self._carry_out(self.state.tell(e.Forget((trip.record.storage,))), clock_s, cause="plan")
         for trip in moment.fetching:
-            self.traffic.ask_prefetch(trip, clock_s)
+            needed_op = self.state.op - index + trip.due_op
+            if self.pages:
+                due = trip.due_op % len(self.ops)
+                needed_op = self.state.op - index + due + (len(self.ops) if due <= index else 0)
+            self.traffic.ask_prefetch(trip, clock_s, needed_op=needed_op)
 
     def _wait_for_landings(self, index: int, moment: Moment, clock_s: float) -> float:
         """Wait for the writes that the operator is a barrier for, and for those of what is due back."""
@@ -197,9 +278,8 @@ class _Step:
         self.traffic.settle(clock_s)
         for trip in moment.due:
             trip.read = True
-        for storage in moment.closing:
-            if not self.records[storage].used:  # autograd lets it go here without asking for it
-                self.state.released(self.records[storage])
+        for storage in moment.ending:
+            self.state.released(self.records[storage])
         return clock_s
 
     def _need(self, moment: Moment) -> tuple[list[Record], list[Record]]:
@@ -217,6 +297,8 @@ class _Step:
             commands = self.state.tell(e.Needed(storage) if storage in used else e.Due((storage,)))
             if storage in used:
                 self.state.machine.tick()
+                if self.pages:
+                    self.view.needed_next(storage, self._next_touch(storage, self.state.index))
             elif record.discarded:
                 remade.append(record)
             elif record.arrives_s >= 0:
@@ -265,12 +347,12 @@ class _Step:
                 raise BudgetTooSmall(
                     budget_bytes=state.budget_bytes,
                     needed_bytes=state.live_bytes(),
-                    op=self.ops[state.op].name,
-                    detail=f"operator {state.op} of the simulated step",
+                    op=self.ops[state.index].name,
+                    detail=f"operator {state.index} of the simulated step",
                 )
             clock_s = change_s
             self.traffic.settle(clock_s)
-        self._stall(state.op, begun_s, clock_s, cause="room")
+        self._stall(state.index, begun_s, clock_s, cause="room")
         self.traffic.reach(clock_s)
         return clock_s
 
@@ -291,6 +373,7 @@ class _Step:
                     self.traffic.ask_write(record, clock_s, cause=cause)
                 case e.Release():
                     self.state.tell(e.Released(record.storage))
+                    record.landed_s = clock_s
                     self.state.gone(record, clock_s)
                 case e.Discard():
                     self.state.gone(record, clock_s, discarded=True)
@@ -311,7 +394,8 @@ class _Step:
         planned = {op for trip in due if trip.record.storage in storages for op in trip.ops or ()}
         ended = [trip.record.storage for trip in due if trip.ops is not None and not trip.returns]
         recipe = self.remaker.recipe(storages, index, planned=planned, ended=ended)
-        self.state.peak_bytes[index] = max(self.state.peak_bytes[index], recipe.peak_bytes)
+        op = self.state.op
+        self.state.peak_bytes[op] = max(self.state.peak_bytes[op], recipe.peak_bytes)
         for storage in recipe.fetched:
             self.state.tell(e.Due((storage,)))
         return recipe
@@ -358,4 +442,6 @@ class _Step:
         if end_s > start_s:
             self.recording.span(Lane.STALL, start_s, end_s, op, cause=cause, storage=storage)
             if self.waited_link is not None:
-                self.waits.append(Wait(start_s=start_s, end_s=end_s, lasts_s=self.waited_link.wait_s(end_s - start_s)))
+                lasts_s = self.waited_link.wait_s(end_s - start_s)
+                begun_s = self.begun_s
+                self.waits.append(Wait(start_s=start_s - begun_s, end_s=end_s - begun_s, lasts_s=lasts_s))

@@ -10,26 +10,28 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from math import inf
 
-from lowtide.core.machine import Machine
+from lowtide.core.plan import Problem
 from lowtide.core.timeline import Lane, Span
-from lowtide.errors import BadArgument
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.options import Option, Options, link_to
 from lowtide.residency import events as e
 from lowtide.simulate.agenda import Record, Trip
-from lowtide.simulate.resources import CodecEngine, Movers, Resources, Transfer, Wire
+from lowtide.simulate.resources import CodecEngine, Movers, Request, Resources, Transfer, Wire
 from lowtide.simulate.state import State
 
 
 class Traffic:
     """Everything on its way. `committed` are the bytes that the plan and begun prefetches claim at each operator."""
 
-    def __init__(self, state: State, machine: Machine, resources: Resources, *, committed: Curve | None) -> None:
+    def __init__(self, state: State, problem: Problem, resources: Resources, *, committed: Curve | None) -> None:
         self._state = state
-        self._machine = machine
+        self._machine = problem.machine
+        self._options = Options(problem)
         self._committed = committed
         self._movers = Movers(resources.movers)
-        self._codecs = CodecEngine(resources.codecs)
-        self._wires: dict[str, Wire] = {}
+        self._engine = CodecEngine()
+        # In the order of their names: of two that could start at the same moment, the first does.
+        self._wires = {tier: Wire(link) for tier, link in sorted(problem.machine.links.items())}
         self._ends: list[tuple[float, int, Transfer]] = []
         self._serial = 0
         self._now_s = 0.0
@@ -41,27 +43,26 @@ class Traffic:
     def ask_write(self, record: Record, asked_s: float, *, cause: str) -> None:
         """Queue a write of a record to its tier."""
         state = self._state
+        option = self._option(record)
         record.leaving = True
         record.landed_s = inf
         transfer = Transfer(
             record=record,
             outward=True,
             asked_s=asked_s,
-            asked_op=state.op,
+            asked_op=state.index,
             cause=cause,
-            tier=record.tier,
-            link_bytes=self._codecs.link_bytes(record.codec, record.nbytes),
-            ready_s=self._codecs.encoded_s(record.codec, record.nbytes, asked_s=asked_s),
+            option=option,
+            ready_s=self._engine.done_s(option.encode_s, asked_s=asked_s),
         )
         self.leaving_bytes += record.nbytes
-        state.recording.out_bytes += transfer.link_bytes
+        state.recording.out_bytes += option.link_bytes
         self._writing[record.storage] = transfer
         self._wire(record.tier).writes.append(transfer)
 
-    def ask_prefetch(self, trip: Trip, asked_s: float) -> None:
-        """Queue a read for when it fits."""
-        trip.asked_s = asked_s
-        self._wire(trip.tier).reads.append(trip)
+    def ask_prefetch(self, trip: Trip, asked_s: float, *, needed_op: int) -> None:
+        """Queue a read for when it fits; the operator it is for is counted on from step to step."""
+        self._wire(trip.tier).reads.append(Request(trip=trip, asked_s=asked_s, needed_op=needed_op))
 
     def keep(self, record: Record) -> None:
         """Let a record stay whose write is under way."""
@@ -72,8 +73,12 @@ class Traffic:
 
     def forget(self, record: Record) -> None:
         """Let go of a record whose write is under way: what it frees is not missed any more."""
-        if record.leaving and not self._writing[record.storage].kept:
-            self.leaving_bytes -= record.nbytes
+        if record.leaving:
+            transfer = self._writing.pop(record.storage)
+            transfer.forgotten = True
+            record.leaving = False
+            if not transfer.kept:
+                self.leaving_bytes -= record.nbytes
 
     def read_now(self, record: Record, clock_s: float, *, cause: str) -> float:
         """Read a record that is away, ahead of the queue; return when it arrives."""
@@ -140,14 +145,12 @@ class Traffic:
     # ---- what can start ----
 
     def _wire(self, tier: str) -> Wire:
-        wire = self._wires.get(tier)
-        if wire is None:
-            link = self._machine.links.get(tier)
-            if link is None:
-                known = ", ".join(sorted(self._machine.links)) or "none"
-                raise BadArgument(f"machine {self._machine.name!r} has no tier {tier!r}: its tiers are {known}")
-            wire = self._wires[tier] = Wire(link)
-        return wire
+        if tier not in self._wires:
+            link_to(self._machine, tier)
+        return self._wires[tier]
+
+    def _option(self, record: Record) -> Option:
+        return self._options.swap(record.nbytes, tier=record.tier, codec=record.codec)
 
     def _write_start_s(self, wire: Wire, clock_s: float) -> float:
         transfer = wire.writes[0]
@@ -160,21 +163,23 @@ class Traffic:
         while wire.reads and not self._wanted(wire.reads[0]):
             wire.reads.popleft()
         if wire.reads:
-            trip = wire.reads[0]
-            yield self._prefetch_start_s(wire, trip), trip.asked_s, False
+            yield self._prefetch_start_s(wire, wire.reads[0]), wire.reads[0].asked_s, False
 
-    def _wanted(self, trip: Trip) -> bool:
-        return not trip.read and (trip.record.away or trip.record.leaving) and not trip.record.gone
+    def _wanted(self, request: Request) -> bool:
+        trip = request.trip
+        if trip.read or trip.record.gone or request.needed_op <= self._state.op:
+            return False
+        return trip.record.away or trip.record.leaving
 
-    def _prefetch_start_s(self, wire: Wire, trip: Trip) -> float:
+    def _prefetch_start_s(self, wire: Wire, request: Request) -> float:
         """Return when a prefetch can start beside the running operator (infinity: not beside this one)."""
-        state, record = self._state, trip.record
-        start_s = max(wire.in_s, trip.asked_s, record.landed_s, self._now_s, self._movers.free_s())
+        state, trip, record = self._state, request.trip, request.trip.record
+        start_s = max(wire.in_s, request.asked_s, record.landed_s, self._now_s, self._movers.free_s())
         if start_s == inf or trip.blocked_until_op > state.op:
             return inf
         room_bytes = state.budget_bytes - record.nbytes
         assert self._committed is not None
-        trip.blocked_until_op = self._committed.earliest(state.op, trip.due_op, limit_bytes=room_bytes)
+        trip.blocked_until_op = self._committed.earliest(state.op, request.needed_op, limit_bytes=room_bytes)
         if trip.blocked_until_op > state.op:
             return inf
         live_bytes = state.live_bytes()
@@ -192,7 +197,7 @@ class Traffic:
         return sorted(
             (wire.flying.end_s, wire.flying.record.nbytes)
             for wire in self._wires.values()
-            if wire.flying is not None and wire.flying.record.leaving and not wire.flying.kept
+            if wire.flying is not None and not wire.flying.forgotten and not wire.flying.kept
         )
 
     # ---- starting and ending ----
@@ -205,35 +210,35 @@ class Traffic:
         transfer.record.landed_s = end_s
         self._now_s = max(self._now_s, start_s)
 
-    def _begin_prefetch(self, trip: Trip, start_s: float) -> None:
+    def _begin_prefetch(self, request: Request, start_s: float) -> None:
+        trip = request.trip
         trip.read = True
         for command in self._state.tell(e.Due((trip.record.storage,))):
             if isinstance(command, e.Prefetch):
-                self._begin_read(trip.record, start_s, asked_s=trip.asked_s, cause="prefetch")
+                self._begin_read(trip.record, start_s, asked_s=request.asked_s, cause="prefetch")
                 assert self._committed is not None
-                self._committed.add(self._state.op, trip.due_op, trip.record.nbytes)
+                self._committed.add(self._state.op, request.needed_op, trip.record.nbytes)
                 self._state.note(start_s)
 
     def _begin_read(self, record: Record, start_s: float, *, asked_s: float, cause: str) -> float:
         state = self._state
-        wire = self._wire(record.tier)
+        wire, option = self._wire(record.tier), self._option(record)
         transfer = Transfer(
             record=record,
             outward=False,
             asked_s=asked_s,
-            asked_op=state.op,
+            asked_op=state.index,
             cause=cause,
-            tier=record.tier,
-            link_bytes=self._codecs.link_bytes(record.codec, record.nbytes),
+            option=option,
             ready_s=start_s,
         )
-        state.recording.in_bytes += transfer.link_bytes
+        state.recording.in_bytes += option.link_bytes
         if record.away:
             state.claim(record)
         state.recording.absent(start_s, record.storage, gone=False)
         end_s = wire.book(transfer, start_s=start_s)
         self._movers.take(end_s)
-        end_s = self._codecs.decoded_s(record.codec, record.nbytes, asked_s=end_s)
+        end_s = self._engine.done_s(option.decode_s, asked_s=end_s)
         record.arrives_s = end_s
         self._end(transfer, end_s)
         return end_s
@@ -249,21 +254,20 @@ class Traffic:
                 end_s=end_s,
                 op=transfer.asked_op,
                 storage=transfer.record.storage,
-                nbytes=transfer.link_bytes,
-                tier=transfer.tier,
+                nbytes=transfer.option.link_bytes,
+                tier=transfer.option.tier,
                 cause=transfer.cause,
             )
         )
 
     def _landed(self, transfer: Transfer) -> None:
         record = transfer.record
-        del self._writing[record.storage]
-        wire = self._wire(transfer.tier)
+        wire = self._wire(transfer.option.tier)
         if wire.flying is transfer:
             wire.flying = None
-        if record.gone:
-            record.leaving = False
+        if transfer.forgotten:
             return
+        del self._writing[record.storage]
         self._state.tell(e.Written(record.storage, transfer.kept))
         if transfer.kept:
             record.leaving = False

@@ -55,8 +55,8 @@ class DiscardingView(SimulatedView):
         self._maker = remaker
 
     def recompute_s(self, record: int) -> float:
-        """Return how long it takes to make `record` again, with everything discarded that hangs together with it."""
-        return self._maker.neighbourhood_s(record, self._state.op)
+        """Return how long it would take to make `record` again, with everything discarded that belongs to it."""
+        return self._maker.neighbourhood_s(record, self._state.index)
 
     def staleness_s(self, record: int) -> float:
         """Return how long ago `record` was last read or written."""

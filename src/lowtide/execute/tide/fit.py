@@ -96,7 +96,7 @@ def open_tide(
 
 
 def _recomputes(policy: Policy, asked: bool | None) -> bool:
-    return bool(getattr(policy, "recomputes", False)) if asked is None else asked
+    return policy.about.recomputes if asked is None else asked
 
 
 def _on_pages(
@@ -109,7 +109,7 @@ def _on_pages(
     verify: bool,
 ) -> Tide:
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
-    name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
+    name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
     try:
         refuse_lossy(medium)
         machine = machine_for(medium)

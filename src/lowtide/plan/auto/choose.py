@@ -37,15 +37,18 @@ class Candidate:
         return self.span_s - self.write_s - self.read_s
 
 
-def candidates(problem: Problem, facts: Sweep) -> list[Candidate]:
-    """Return every gap of the trace as a candidate."""
+def candidates(problem: Problem, facts: Sweep, gaps: Sequence[Gap] | None = None) -> list[Candidate]:
+    """Return every gap of the trace, or those given, as a candidate.
+
+    Whether a swap writes depends on the other decisions about its storage: `write_s` is what it takes if it has to.
+    """
     link = facts.link
     excess_bytes = max(0, max(facts.peak_bytes, default=0) - facts.budget_bytes)
     efficient_bytes = link.write_latency_s * link.write_bytes_per_s if link.write_latency_s else 0.0
     # What counts as small follows from the excess, so that small models with small budgets are served too.
     small_bytes = min(efficient_bytes, excess_bytes / 256)
     found = []
-    for gap in problem.trace.gaps():
+    for gap in problem.trace.gaps() if gaps is None else gaps:
         nbytes = facts.sizes[gap.storage]
         if nbytes == 0:
             continue
@@ -54,8 +57,8 @@ def candidates(problem: Problem, facts: Sweep) -> list[Candidate]:
             Candidate(
                 gap=gap,
                 nbytes=nbytes,
-                span_s=facts.start_s[gap.before_op] - facts.start_s[gap.after_op],
-                write_s=link.write_s(nbytes),
+                span_s=facts.at_s(gap.before_op) - facts.at_s(gap.after_op),
+                write_s=link.write_s(nbytes) if facts.can_write(gap.storage) else 0.0,
                 read_s=link.read_s(nbytes) if returns else 0.0,
                 returns=returns,
                 worthwhile=nbytes >= small_bytes,
@@ -92,28 +95,36 @@ def smallest_first(candidate: Candidate) -> tuple[float, ...]:
 def choose(found: Sequence[Candidate], *, need_bytes: Sequence[int], rank: Rank) -> list[Candidate]:
     """Return gaps that take `need_bytes[i]` out of every operator `i`, best rank first, and none that is not needed.
 
-    An operator whose need is more than all its open gaps hold gets all of them.
+    An operator whose need is more than all its open gaps hold gets all of them. A gap that reaches into the next step
+    is open when a step begins, and again from its own beginning on.
     """
     count = len(need_bytes)
-    opening: list[list[int]] = [[] for _ in range(count + 1)]
+    opening: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # candidates, and where their gap ends
     ranks = [rank(candidate) for candidate in found]
     for k, candidate in enumerate(found):
-        opening[candidate.gap.after_op].append(k)
-    back_bytes = [0] * (count + 1)
-    open_gaps: list[tuple[tuple[float, ...], int]] = []
+        gap = candidate.gap
+        opening[gap.after_op].append((k, min(gap.before_op, count)))
+        if gap.before_op > count:
+            opening[0].append((k, gap.before_op - count))
+    change_bytes = [0] * (count + 1)
+    open_gaps: list[tuple[tuple[float, ...], int, int]] = []
     away_bytes = 0
-    chosen = []
+    chosen: list[int] = []
+    taken: set[int] = set()
     for index, need in enumerate(need_bytes):
-        away_bytes -= back_bytes[index]
-        for k in opening[index]:
-            heappush(open_gaps, (ranks[k], k))
+        away_bytes += change_bytes[index]
+        for k, end in opening[index]:
+            heappush(open_gaps, (ranks[k], k, end))
         while open_gaps and need > away_bytes:
-            _, k = heappop(open_gaps)
-            gap = found[k].gap
-            if gap.before_op > index:
-                away_bytes += found[k].nbytes
-                back_bytes[gap.before_op] += found[k].nbytes
+            _, k, end = heappop(open_gaps)
+            if end > index and k not in taken:
+                gap, nbytes = found[k].gap, found[k].nbytes
+                away_bytes += nbytes
+                change_bytes[end] -= nbytes
+                if end < gap.before_op and gap.after_op > index:  # taken in the next step's part: the rest comes later
+                    change_bytes[gap.after_op] += nbytes
                 chosen.append(k)
+                taken.add(k)
     return [found[k] for k in sorted(_without_surplus(found, chosen, need_bytes=need_bytes, ranks=ranks))]
 
 
@@ -124,10 +135,12 @@ def _without_surplus(
     spare = Curve([-need for need in need_bytes])
     spare.add_all((found[k].gap.after_op, found[k].gap.before_op, found[k].nbytes) for k in chosen)
     kept = []
+    count = len(need_bytes)
     tight = -1  # where the last one turned out to be needed: most others are needed there, too
     for k in sorted(chosen, key=lambda k: ranks[k], reverse=True):
         gap, nbytes = found[k].gap, found[k].nbytes
-        if not gap.after_op <= tight < gap.before_op or spare.at(tight) >= nbytes:
+        open_there = gap.after_op <= tight < gap.before_op or gap.after_op <= tight + count < gap.before_op
+        if not open_there or spare.at(tight) >= nbytes:
             tight = spare.lowest_op(gap.after_op, gap.before_op)
         if spare.at(tight) >= nbytes:
             spare.add(gap.after_op, gap.before_op, -nbytes)

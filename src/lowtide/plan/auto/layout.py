@@ -20,10 +20,38 @@ MARGIN_OPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """The step that reads are laid out in: when each operator begins, and the bytes at it with nothing swapped."""
+    """The step that reads are laid out in: when each operator begins, and the bytes at it with nothing swapped.
+
+    Another step like it follows: operator n + i begins as long after its end as operator i after its beginning.
+    """
 
     start_s: Sequence[float]
     peak_bytes: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        """The number of operators."""
+        return len(self.peak_bytes)
+
+    def begin_s(self, op: int) -> float:
+        """Return when an operator of this step or the next begins; n is the end of this."""
+        if op <= self.count:
+            return self.start_s[op]
+        return self.start_s[-1] + self.start_s[op - self.count]
+
+    def op_at(self, time_s: float) -> int:
+        """Return the operator that runs at a moment of the two steps."""
+        end_s = self.start_s[-1]
+        if time_s < end_s:
+            return max(0, bisect_right(self.start_s, time_s) - 1)
+        return self.count + max(0, bisect_right(self.start_s, time_s - end_s) - 1)
+
+    def op_from(self, time_s: float) -> int:
+        """Return the first operator that begins at a moment or after it."""
+        end_s = self.start_s[-1]
+        if time_s <= end_s:
+            return bisect_left(self.start_s, time_s)
+        return self.count + bisect_left(self.start_s, time_s - end_s)
 
 
 def lay_out(
@@ -50,13 +78,13 @@ def lay_out(
     in_order = sorted(range(len(chosen)), key=lambda k: (chosen[k].gap.before_op, chosen[k].gap))
     returning = [k for k in in_order if chosen[k].returns]
     soonest = [
-        min(max(bisect_left(course.start_s, landed_s[k]), chosen[k].gap.after_op + 1), chosen[k].gap.before_op)
+        min(max(course.op_from(landed_s[k]), chosen[k].gap.after_op + 1), chosen[k].gap.before_op)
         for k in range(len(chosen))
     ]
     fetch = [candidate.gap.before_op for candidate in chosen]
     for k in returning:
         gap, nbytes = chosen[k].gap, chosen[k].nbytes
-        begin = max(soonest[k], _op_at(course, last_s[k]))
+        begin = max(soonest[k], course.op_at(last_s[k]))
         if begin < gap.before_op:
             fetch[k] = curve.earliest(begin, gap.before_op, limit_bytes=problem.budget_bytes - nbytes)
             curve.add(fetch[k], gap.before_op, nbytes)
@@ -64,7 +92,7 @@ def lay_out(
         wish_s = last_s[k] - margin * max(MARGIN_READS * chosen[k].read_s, MARGIN_S)
         begin = soonest[k]
         if margin < inf:
-            begin = max(begin, min(_op_at(course, wish_s), fetch[k] - round(margin * MARGIN_OPS)))
+            begin = max(begin, min(course.op_at(wish_s), fetch[k] - round(margin * MARGIN_OPS)))
         if begin < fetch[k]:
             pulled = curve.earliest(begin, fetch[k], limit_bytes=comfort_bytes - chosen[k].nbytes)
             curve.add(pulled, fetch[k], chosen[k].nbytes)
@@ -72,26 +100,27 @@ def lay_out(
     return tuple(Swap(gap=candidate.gap, fetch_op=fetch[k], tier=problem.tier) for k, candidate in enumerate(chosen))
 
 
-def _op_at(course: Course, time_s: float) -> int:
-    """Return the operator that runs at a moment of the step."""
-    return max(0, bisect_right(course.start_s, time_s) - 1)
-
-
 def _landings(course: Course, chosen: Sequence[Candidate]) -> list[float]:
     """Return when each write lands if writes have the link to themselves."""
     landed_s = [0.0] * len(chosen)
     free_s = 0.0
     for k in sorted(range(len(chosen)), key=lambda k: chosen[k].gap.after_op):
-        free_s = landed_s[k] = max(free_s, course.start_s[chosen[k].gap.after_op]) + chosen[k].write_s
+        free_s = landed_s[k] = max(free_s, course.begin_s(chosen[k].gap.after_op)) + chosen[k].write_s
     return landed_s
 
 
 def _last_moments(course: Course, chosen: Sequence[Candidate]) -> list[float]:
     """Return the latest start of each read on an exclusive link that makes every operator find its operands."""
     last_s = [0.0] * len(chosen)
-    free_s = course.start_s[-1]
-    for k in sorted(range(len(chosen)), key=lambda k: chosen[k].gap.before_op, reverse=True):
-        free_s = last_s[k] = min(free_s, course.start_s[chosen[k].gap.before_op]) - chosen[k].read_s
+    due = [(one.gap.before_op, k, True) for k, one in enumerate(chosen)]
+    if any(one.gap.before_op > course.count for one in chosen):
+        # The reads of the next step's own gaps have the link then, too.
+        due += [(op + course.count, k, False) for op, k, _ in due if op <= course.count]
+    free_s = inf
+    for op, k, own in sorted(due, key=lambda one: one[0], reverse=True):
+        free_s = min(free_s, course.begin_s(op)) - chosen[k].read_s
+        if own:
+            last_s[k] = free_s
     return last_s
 
 

@@ -45,7 +45,7 @@ def narrowed(one: Candidate, gap: Gap, facts: Sweep) -> Candidate:
     return replace(
         one,
         gap=gap,
-        span_s=facts.start_s[gap.before_op] - facts.start_s[gap.after_op],
+        span_s=facts.at_s(gap.before_op) - facts.at_s(gap.after_op),
         read_s=facts.link.read_s(one.nbytes) if facts.returns(gap) else 0.0,
         returns=facts.returns(gap),
     )
@@ -67,7 +67,7 @@ class _Recipe:
     before_op: int
     ops: set[int] = field(default_factory=set)
     made: list[_Decision] = field(default_factory=list)
-    cuts: list[tuple[_Decision, int, int]] = field(default_factory=list)
+    cuts: list[tuple[_Decision, int, int, int]] = field(default_factory=list)
     turned: list[_Decision] = field(default_factory=list)
 
     def copy(self) -> _Recipe:
@@ -120,6 +120,8 @@ class Discarding:
 
     def _whole_recipe(self, one: Candidate) -> tuple[int, ...] | None:
         """Return the operators that make a storage again with everything else in memory."""
+        if not self._facts.may_discard(one.gap):
+            return None
         if not one.returns:
             return ()
         op = one.gap.before_op
@@ -157,7 +159,10 @@ class _Mixing:
         self.facts = facts
         self.lineage = lineage
         self.decisions = [
-            _Decision(one, one.gap.after_op, one.gap.before_op, discard=one.gap in discarded) for one in chosen
+            _Decision(
+                one, one.gap.after_op, one.gap.before_op, discard=one.gap in discarded and facts.may_discard(one.gap)
+            )
+            for one in chosen
         ]
         self.of: dict[int, list[_Decision]] = {}
         # What is held with everything chosen absent; it rises where a gap is cut short.
@@ -212,8 +217,14 @@ class _Mixing:
 
     def _absent(self, storage: int) -> _Decision | None:
         """Return the decision that keeps a storage away when the recipe runs."""
-        op = self.recipe.before_op
-        return next((one for one in self.of.get(storage, ()) if one.after_op <= op < one.before_op), None)
+        return next((one for one in self.of.get(storage, ()) if self._moment(one) is not None), None)
+
+    def _moment(self, one: _Decision) -> int | None:
+        """Return the operator that the recipe runs for as a gap counts it, where it lies in it (None: it does not)."""
+        for op in (self.recipe.before_op, self.recipe.before_op + self.facts.count):
+            if one.after_op <= op < one.before_op:
+                return op
+        return None
 
     def _make(self, storage: int, *, until: int) -> bool:
         """Add to the recipe what makes a storage what it was before operator `until`; tell whether that is possible."""
@@ -259,12 +270,13 @@ class _Mixing:
 
     def _hold(self, one: _Decision) -> bool:
         """Cut a gap short so that its storage is there when the recipe runs, if there is room for it from then on."""
-        op, nbytes = self.recipe.before_op, one.candidate.nbytes
+        op, nbytes = self._moment(one), one.candidate.nbytes
+        assert op is not None
         end = one.before_op if one.after_op < op else op + 1
         if self.curve.earliest(op, end, limit_bytes=self.facts.budget_bytes - nbytes) > op:
             return False
         self.curve.add(op, end, nbytes)
-        self.recipe.cuts.append((one, one.after_op, one.before_op))
+        self.recipe.cuts.append((one, one.after_op, one.before_op, op))
         if one.after_op < op:
             one.before_op = op
         else:
@@ -273,8 +285,7 @@ class _Mixing:
 
     def _undo(self, mark: _Recipe) -> None:
         """Take back what was added to the recipe since `mark`."""
-        op = self.recipe.before_op
-        for one, after_op, before_op in reversed(self.recipe.cuts[len(mark.cuts) :]):
+        for one, after_op, before_op, op in reversed(self.recipe.cuts[len(mark.cuts) :]):
             end = before_op if after_op < op else op + 1
             self.curve.add(op, end, -one.candidate.nbytes)
             one.after_op, one.before_op = after_op, before_op

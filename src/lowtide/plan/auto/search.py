@@ -77,6 +77,9 @@ class Search:
         self.comfort_bytes = int(problem.budget_bytes * (1 - HEADROOM))
         self.tried: list[Attempt] = []
         self.by_gap = {one.gap: one for one in self.found}
+        self.of_storage: dict[int, list[Candidate]] = {}
+        for one in self.found:
+            self.of_storage.setdefault(one.gap.storage, []).append(one)
         self.discarding = Discarding(problem, facts, self.found) if problem.can_recompute else None
         self.items = len(facts.peak_bytes) + len(self.found) + 1
         self.most_evaluations = max(LEAST_EVALUATIONS, EVALUATED_ITEMS // self.items)
@@ -154,10 +157,8 @@ class Search:
         return next(
             (
                 one
-                for one in self.found
-                if one.gap.storage == gap.storage
-                and one.gap.after_op <= gap.after_op
-                and gap.before_op <= one.gap.before_op
+                for one in self.of_storage.get(gap.storage, ())
+                if one.gap.after_op <= gap.after_op and gap.before_op <= one.gap.before_op
             ),
             None,
         )
@@ -250,7 +251,12 @@ class Search:
         fits = [one for one in self.tried if one.prediction.peak_bytes <= self.problem.budget_bytes] or self.tried
         fastest_s = min(self._watched_s(one) for one in fits)
         close = [one for one in fits if self._watched_s(one) <= fastest_s * (1 + NEGLIGIBLE)]
-        return min(close, key=lambda one: (one.prediction.moved_out_bytes, one.prediction.step_s))
+        return min(close, key=lambda one: (self._moved_bytes(one.prediction), one.prediction.step_s))
+
+    def _moved_bytes(self, prediction: Prediction) -> int:
+        """Return the traffic that counts: what is read is not what was written where bytes may be clean."""
+        read_bytes = prediction.moved_in_bytes if self.facts.periodic else 0
+        return prediction.moved_out_bytes + read_bytes
 
     def _watched_s(self, one: Attempt) -> float:
         return one.prediction.step_s + (self.problem.watch_s if one.recomputes else 0.0)
@@ -265,8 +271,9 @@ class Search:
         )
 
     def _link_s(self, one: Candidate) -> float:
-        """Return how long a gap keeps the link busy, or the busier direction of it."""
-        return max(one.write_s, one.read_s) if self.facts.link.duplex else one.write_s + one.read_s
+        """Return how long a gap keeps the link busy, or the busier direction of it; never nothing."""
+        link_s = max(one.write_s, one.read_s) if self.facts.link.duplex else one.write_s + one.read_s
+        return max(link_s, 1e-12)
 
     def _price_for(self, share: float, swapped: Sequence[Candidate], price: dict[Gap, float]) -> float:
         """Return the highest price to pay if recomputation is to take over a share of the link's work."""
@@ -313,8 +320,9 @@ class Search:
         for k, waited_s in outcome.late:
             gap = swaps[k].gap
             read_s = self.facts.link.read_s(self.facts.sizes[gap.storage])
-            begin_s = self.facts.start_s[gap.before_op] - max(waited_s, read_s)
-            begin = max(gap.after_op, bisect_right(self.facts.start_s, begin_s) - 1)
+            begin_s = self.facts.at_s(gap.before_op) - max(waited_s, read_s)
+            course = Course(start_s=self.facts.start_s, peak_bytes=self.facts.peak_bytes)
+            begin = max(gap.after_op, course.op_at(begin_s))
             pressure.add(begin, gap.before_op, self.facts.sizes[gap.storage])
 
     def _mixed(self, discarding: Discarding, chosen: Sequence[Candidate], *, discarded: set[Gap], once: bool) -> None:

@@ -105,6 +105,17 @@ class Sweep:
         """Tell whether the storage of a gap is never needed, in any step, although it lives on."""
         return self.periodic and self.trace.lives_on(gap.storage) and not self.returns(gap)
 
+    def may_discard(self, gap: Gap) -> bool:
+        """Tell whether a gap's storage may be given up without a copy: where pages move, not over the step's end.
+
+        Whoever holds the storage then may look at it.
+        """
+        return not self.periodic or gap.before_op < self.count
+
+    def can_write(self, storage: int) -> bool:
+        """Tell whether a swap of a storage ever writes: not in a step that finds it in the tier and leaves it as is."""
+        return not self.periodic or not self.trace.lives_on(storage) or bool(self.writes.writers(storage))
+
     def due_op(self, swap: Swap) -> int:
         """Return the operator from which on the storage is in memory again."""
         return swap.arrived_op if swap.arrived_op is not None and self.returns(swap.gap) else swap.gap.before_op

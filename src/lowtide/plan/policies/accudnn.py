@@ -27,7 +27,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 ROUNDS = 8
 # An operator that takes less of the step than this is left out of the quality of a fit: clocks do not resolve it.
@@ -40,6 +40,7 @@ class AccUdnn:
     name = "accudnn"
     summary = "AccUDNN: swaps what hides behind compute, read at the last moment; tunes the batch"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Guo et al., ICCD 2019",
@@ -54,7 +55,7 @@ class AccUdnn:
         if problem.trace.peak_bytes <= problem.budget_bytes:
             return compose(self.name, problem, notes=(FITS,))
         facts = Sweep(problem)
-        found = candidates(problem, facts)
+        found = candidates(problem, facts, activation_gaps(problem.trace))
         need = [peak - problem.budget_bytes for peak in facts.peak_bytes]
         exposed: frozenset[Gap] = frozenset()
         tried = []

@@ -30,7 +30,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import Candidate, candidates
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 from lowtide.plan.views.pools import blocks_of, colour
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
@@ -50,6 +50,7 @@ class AutoSwap:
     name = "autoswap"
     summary = "AutoSwap and SmartPool: swaps what weighs most on the peak, places blocks before the step"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Zhang et al., arXiv 1903.06631",
@@ -124,7 +125,7 @@ class Picking:
         self._limit_bytes = problem.budget_bytes
         self._facts = facts
         self._score = score
-        found = _ready(problem.trace, facts, candidates(problem, facts), ready_ops)
+        found = _ready(problem.trace, facts, candidates(problem, facts, activation_gaps(problem.trace)), ready_ops)
         least_bytes = _least_bytes(problem.trace)
         self._large = [one for one in found if one.nbytes >= least_bytes]
         self._small = [one for one in found if one.nbytes < least_bytes]

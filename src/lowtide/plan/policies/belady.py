@@ -37,28 +37,42 @@ class Belady:
 
 
 def furthest_next_use(problem: Problem) -> tuple[Swap, ...]:
-    """Return an eviction, from the operator that lacks memory on, for every victim of MIN."""
+    """Return an eviction, from the operator that lacks memory on, for every victim of MIN.
+
+    A gap that reaches into the next step is open when a step begins: evicted there, it leaves that late in the next; if
+    it is a victim again after its own beginning, it leaves there.
+    """
     trace = problem.trace
-    opening: dict[int, list[Gap]] = {}
+    count = len(trace.ops)
+    opening: dict[int, list[tuple[int, int, Gap]]] = {}  # the end, what to add to operators, the gap
     for gap in trace.gaps():
-        opening.setdefault(gap.after_op, []).append(gap)
-    back_bytes = [0] * (len(trace.ops) + 1)
-    evictable: list[tuple[int, Gap]] = []
+        if gap.after_op < count:
+            opening.setdefault(gap.after_op, []).append((gap.before_op, 0, gap))
+        if gap.before_op > count:
+            opening.setdefault(0, []).append((gap.before_op - count, count, gap))
+    change_bytes = [0] * (count + 1)
+    evictable: list[tuple[int, Gap, int]] = []
     away_bytes = 0
-    swaps = []
+    begins: dict[Gap, int] = {}
     for index, op in enumerate(trace.ops):
-        away_bytes -= back_bytes[index]
-        for gap in opening.get(index, ()):
-            heappush(evictable, (-gap.before_op, gap))
+        away_bytes += change_bytes[index]
+        for end, later, gap in opening.get(index, ()):
+            heappush(evictable, (-end, gap, later))
         # The furthest use is on top: once it lies behind, so do all the others.
         while evictable and op.peak_bytes - away_bytes > problem.budget_bytes:
-            _, gap = heappop(evictable)
-            if gap.before_op <= index:
+            end, gap, later = heappop(evictable)
+            if -end <= index:
                 evictable.clear()
                 break
             nbytes = trace.storages[gap.storage].nbytes
             away_bytes += nbytes
-            back_bytes[gap.before_op] += nbytes
-            evicted = Gap(storage=gap.storage, after_op=index, before_op=gap.before_op)
-            swaps.append(Swap(gap=evicted, fetch_op=gap.before_op, tier=problem.tier))
-    return tuple(sorted(swaps, key=lambda swap: swap.gap))
+            change_bytes[min(-end, count)] -= nbytes
+            begins[gap] = later + index
+    return tuple(
+        Swap(
+            gap=Gap(storage=gap.storage, after_op=begin, before_op=gap.before_op),
+            fetch_op=gap.before_op,
+            tier=problem.tier,
+        )
+        for gap, begin in sorted(begins.items())
+    )

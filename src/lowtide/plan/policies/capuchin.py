@@ -30,7 +30,7 @@ from lowtide.plan.auto.mix import Discarding
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
 from lowtide.plan.views.lineage import Lineage, alive_when
 
 # How much earlier a late read is triggered in the next step, as a share of its SwapTime (section 5 of the paper).
@@ -47,6 +47,7 @@ class Capuchin:
     name = "capuchin"
     summary = "Capuchin: swaps what hides behind its gap, recomputes what is cheaper, learns when to fetch"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Peng et al., ASPLOS 2020",
@@ -180,7 +181,7 @@ class _Choices:
     def __init__(self, problem: Problem, facts: Sweep) -> None:
         self.problem = problem
         self.facts = facts
-        self.left = {one.gap: one for one in candidates(problem, facts)}
+        self.left = {one.gap: one for one in candidates(problem, facts, activation_gaps(problem.trace))}
         self._longest = _longest(self.left.values())
         self.in_start_s: dict[Gap, float] = {}
         self.chosen: list[Candidate] = []
@@ -255,6 +256,8 @@ class _Choices:
         return found
 
     def _derive(self, one: Candidate) -> _Remake:
+        if not self.facts.may_discard(one.gap):
+            return _Remake(inf)
         if not one.returns:
             return _Remake(0.0)
         op = one.gap.before_op

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
 from lowtide.plan.views.layers import crossing_gaps
 
 # The largest with which it takes no more memory than vDNN on ResNet, Inception and DenseNet, as its paper reports.
@@ -25,6 +25,7 @@ class Dymem:
     name = "dymem"
     summary = "Dymem: swaps out at the last forward reader, fetches a fixed number of operators ahead"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Yang & Cheng, HPDC 2020",

@@ -29,7 +29,7 @@ from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep, link_of
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
 from lowtide.plan.views.layers import crossing_gaps, relu_results
 
 # The paper's share of the free memory that is left to saved tensors, and what follows where that does not fit.
@@ -185,6 +185,7 @@ class FlashNeuron:
     name = "flashneuron"
     summary = "FlashNeuron: offloads in forward order until the rest fits, fetches as soon as there is space"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Bae et al., FAST 2021",

@@ -20,7 +20,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
 from lowtide.plan.views.layers import crossing_gaps, layers_of, step_at
 
 _STRATEGIES = ("hybrid", "inter", "intra")
@@ -73,6 +73,7 @@ class Layrub:
     name = "layrub"
     summary = "Layrub: moves data out between layers, back one layer ahead"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Jin et al., ACM TACO 15(3), 2018",

@@ -26,7 +26,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.unified_memory import paging
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 from lowtide.plan.views.layers import LayerKind, kind_of
 
 
@@ -95,6 +95,7 @@ class LiChapman:
     name = "li_chapman"
     summary = "Li & Chapman: explicit copies for dense objects, paging for sparse ones, furthest reuse leaves first"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.SWAP_IN,
         runs=(Runs.REAL, Runs.SIMULATED, Runs.MODEL),
         paper="Li & Chapman, SC 2019",
@@ -121,7 +122,9 @@ class LiChapman:
             return (near, -distance / max(density.get(one.gap.storage, 1.0), 1e-9))
 
         need = [peak - problem.budget_bytes for peak in facts.peak_bytes]
-        chosen = choose(candidates(problem, facts), need_bytes=need, rank=furthest_first)
+        chosen = choose(
+            candidates(problem, facts, activation_gaps(problem.trace)), need_bytes=need, rank=furthest_first
+        )
         swaps = tuple(Swap(gap=one.gap, fetch_op=one.gap.before_op, tier=problem.tier) for one in chosen)
         modes = self._modes(problem, density)
         model = paging(

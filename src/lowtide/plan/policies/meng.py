@@ -26,7 +26,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
 from lowtide.plan.views.layers import crossing_gaps
 from lowtide.plan.views.lineage import Lineage, alive_when
 
@@ -48,6 +48,7 @@ class Meng:
     name = "meng"
     summary = "TensorFlow's swapping pass: the fittest tensors of one peak after the other; recomputes attention"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Meng et al., NIPS ML Systems workshop 2017; TensorFlow's memory optimizer",
@@ -112,7 +113,7 @@ class Rewriting:
             # What is read to make attention again has to be there then.
             self.skip.add(one.gap.storage)
             self.skip.update(storage for op in one.ops for storage in trace.ops[op].reads)
-        self._gaps = [gap for gap in trace.gaps() if gap.storage not in self.skip]
+        self._gaps = [gap for gap in activation_gaps(trace) if gap.storage not in self.skip]
         self._touches = {gap.storage: [] for gap in self._gaps}
         for index, op in enumerate(trace.ops):
             for storage in {*op.reads, *op.writes}.intersection(self._touches):

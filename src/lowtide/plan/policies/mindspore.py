@@ -24,7 +24,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 # MindSpore's own constants: the first distance is N over this factor, and none goes below the bound.
 DISTANCE_FACTOR = 3
@@ -41,7 +41,7 @@ def weight(trace: Trace, gap: Gap) -> int:
 
 def by_weight(trace: Trace) -> list[Gap]:
     """Return the gaps with bytes in them, in the order of rising weight."""
-    gaps = [gap for gap in trace.gaps() if trace.storages[gap.storage].nbytes]
+    gaps = [gap for gap in activation_gaps(trace) if trace.storages[gap.storage].nbytes]
     return sorted(gaps, key=lambda gap: (weight(trace, gap), gap))
 
 
@@ -86,6 +86,7 @@ class MindSporeMemReuse(_MindSpore):
     name = "mindspore_mem_reuse"
     summary = "MindSpore, 1st generation: swaps by size and distance thresholds, lowered until it fits"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
@@ -94,7 +95,7 @@ class MindSporeMemReuse(_MindSpore):
 
     def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
         trace = problem.trace
-        gaps = [gap for gap in trace.gaps() if trace.storages[gap.storage].nbytes]
+        gaps = [gap for gap in activation_gaps(trace) if trace.storages[gap.storage].nbytes]
         sizes = sorted({trace.storages[gap.storage].nbytes for gap in gaps}, reverse=True)
         first_ops = max(len(trace.ops) // DISTANCE_FACTOR, LEAST_DISTANCE_OPS)
         size_bytes, distance_ops, chosen = 0, first_ops, list[Gap]()
@@ -118,6 +119,7 @@ class MindSporeOffload(_MindSpore):
     name = "mindspore_offload"
     summary = "MindSpore, 2nd generation: keeps the lightest gaps while they fit, swaps the rest"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
@@ -172,6 +174,7 @@ class MindSporeGsm(_MindSpore):
     name = "mindspore_gsm"
     summary = "MindSpore, 3rd generation: device, host and disk by first fit, the lightest gaps first"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,

@@ -22,7 +22,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
 from lowtide.plan.views.algorithms import Table, fastest, with_algorithms
 
 # Targets are this share of the way from the floor to the peak apart. They do not depend on the budget: a larger budget
@@ -92,6 +92,7 @@ class Modnn:
     name = "modnn"
     summary = "moDNN: evicts the least recently used early enough to overlap, fetches at the last moment"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Chen et al., DATE 2018; IEEE TPDS 2019",
@@ -184,7 +185,7 @@ class Modnn:
             label += f"; smaller workspaces at operators {', '.join(map(str, sorted(downgraded)))}"
         narrow = replace(problem, trace=trace, budget_bytes=target_bytes)
         facts = Sweep(narrow)
-        chosen = [one for one in candidates(narrow, facts) if one.gap in gaps]
+        chosen = [one for one in candidates(narrow, facts, activation_gaps(narrow.trace)) if one.gap in gaps]
         late = lay_out(narrow, facts, chosen, comfort_bytes=target_bytes, margin=0.0)
         judge = Sweep(replace(narrow, budget_bytes=problem.budget_bytes))
         return _Trial(swaps=late, prediction=judge.run(late).prediction, label=label)
@@ -201,7 +202,7 @@ def evictions(problem: Problem, trace: Trace, table: Table, *, target_bytes: int
     """
     facts = Sweep(replace(problem, trace=trace))
     opening: dict[int, list[Gap]] = {}
-    for gap in trace.gaps():
+    for gap in activation_gaps(trace):
         if facts.sizes[gap.storage]:
             opening.setdefault(gap.after_op, []).append(gap)
     choice = fastest(table)

@@ -18,7 +18,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 
 class Nnabla:
@@ -27,6 +27,7 @@ class Nnabla:
     name = "nnabla"
     summary = "nnabla: keeps what a window ahead uses, as far as memory goes, and moves the rest"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Sony, arXiv 2010.14109, 2020",
@@ -68,7 +69,7 @@ class _Window:
     def swaps(self) -> list[Swap]:
         """Walk through all operators and return what left."""
         opening: dict[int, list[Gap]] = {}
-        for gap in self._problem.trace.gaps():
+        for gap in activation_gaps(self._problem.trace):
             if self._facts.sizes[gap.storage]:
                 opening.setdefault(gap.after_op, []).append(gap)
         count = len(self._facts.peak_bytes)

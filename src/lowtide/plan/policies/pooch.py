@@ -26,7 +26,7 @@ from lowtide.plan.auto.mix import Discarding, Mix
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 # Of L_O, the maps whose copies out take longest are searched exhaustively.
 EXHAUSTIVE_MAPS = 5
@@ -42,6 +42,7 @@ class Pooch:
     name = "pooch"
     summary = "PoocH: searches for what to swap, keep and recompute by predicted time"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Ito et al., PPoPP 2019 poster, arXiv 1907.05013",
@@ -93,7 +94,7 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._facts = Sweep(problem)
-        self.found = candidates(problem, self._facts)
+        self.found = candidates(problem, self._facts, activation_gaps(problem.trace))
         self._of = {one.gap: one for one in self.found}
         items = len(self._facts.peak_bytes) + len(self.found) + 1
         self._evaluations = max(LEAST_EVALUATIONS, min(EVALUATIONS, EVALUATED_ITEMS // items))

@@ -23,7 +23,7 @@ from lowtide.core.units import format_bytes
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.rerun import Reruns
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
 from lowtide.plan.views.layers import LayerKind, crossing_gaps, kind_of
 from lowtide.plan.views.lineage import Lineage
 
@@ -40,6 +40,7 @@ class SuperNeurons:
     name = "superneurons"
     summary = "SuperNeurons: recomputes cheap layers, evicts the least recently used checkpoint on demand"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Wang et al., PPoPP 2018",
@@ -245,7 +246,7 @@ def _cacheable(trace: Trace, discarded: Sequence[Recompute]) -> Iterator[Gap]:
         for op in one.ops:
             for storage in trace.ops[op].reads:
                 read_at.setdefault(storage, set()).add(one.gap.before_op)
-    for gap in trace.gaps():
+    for gap in activation_gaps(trace):
         if (gap.storage, gap.after_op) in gone or not trace.storages[gap.storage].nbytes:
             continue
         after_op, before_op = gap.after_op, gap.before_op

@@ -27,7 +27,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.vdnn import that_fit
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 from lowtide.plan.views.evictions import evictions
 
 VICTIMS = ("lru", "largest")
@@ -63,7 +63,7 @@ class Settings:
 def swap_outs(problem: Problem, facts: Sweep, settings: Settings, *, staying: Collection[int] = ()) -> tuple[Gap, ...]:
     """Return SO, by algorithms 1 and 3; the storages in `staying` are not swappable."""
     trace, sizes = problem.trace, facts.sizes
-    gaps = [gap for gap in trace.gaps() if gap.storage not in staying]
+    gaps = [gap for gap in activation_gaps(trace) if gap.storage not in staying]
 
     def swappable(gap: Gap) -> bool:
         nbytes = sizes[gap.storage]
@@ -139,6 +139,7 @@ class _Survey:
 
 def _about(family: Family, reconstructed: str) -> About:
     return About(
+        kinds=ACTIVATIONS,
         family=family,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Gao et al., Journal of Software 34(12), 2023",

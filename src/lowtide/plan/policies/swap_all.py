@@ -39,6 +39,10 @@ def one_use_ahead(trace: Trace) -> Iterator[tuple[Gap, int]]:
     """Yield every gap with the operator of the use before its own, or its own where that comes too soon."""
     gaps = trace.gaps()
     uses = sorted({gap.before_op for gap in gaps})
+    if any(gap.before_op > len(trace.ops) for gap in gaps):
+        # Before the first use of a step comes the last one of the step before.
+        in_step = {use % len(trace.ops) for use in uses}
+        uses = sorted(in_step | {use + len(trace.ops) for use in in_step})
     for gap in gaps:
         position = bisect_left(uses, gap.before_op)
         earlier = uses[position - 1] if position else -1

@@ -22,7 +22,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 POPULATION = 12
 SURVIVORS = 4
@@ -54,6 +54,7 @@ class SwapAdvisor:
     name = "swapadvisor"
     summary = "SwapAdvisor: genetic search over swaps by the longest time until the next use"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Huang et al., ASPLOS 2020",
@@ -88,7 +89,7 @@ class _Evolution:
         self._problem = problem
         self._random = random
         self._facts = Sweep(problem)
-        self._found = candidates(problem, self._facts)
+        self._found = candidates(problem, self._facts, activation_gaps(problem.trace))
         self._place = {one.gap: k for k, one in enumerate(self._found)}
         self._need = [peak - problem.budget_bytes for peak in self._facts.peak_bytes]
         items = len(self._facts.peak_bytes) + len(self._found) + 1

@@ -23,7 +23,7 @@ from itertools import accumulate
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
 
 MEMORY_SHARE = 0.9
 FIRST_AHEAD = 3
@@ -55,6 +55,7 @@ class Tflms:
     name = "tflms"
     summary = "TFLMS: swaps tensors whose uses are far apart, thresholds tuned on a model of memory"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Le et al., ISMM 2019",
@@ -94,7 +95,7 @@ def cut(trace: Trace, knobs: Knobs, *, tier: str = "spill", edges: Sequence[Gap]
     """Return the swaps that the thresholds make of a step; `edges` are the trace's gaps, if they are known already."""
     gaps = []
     seen: set[int] = set()
-    for gap in trace.gaps() if edges is None else edges:
+    for gap in activation_gaps(trace) if edges is None else edges:
         far = gap.before_op - trace.storages[gap.storage].first_op > knobs.swapout_threshold
         apart = gap.storage not in seen or gap.before_op - gap.after_op + 1 > knobs.swapin_groupby
         if far and apart:
@@ -143,7 +144,7 @@ class Tuning:
 
     def __init__(self, problem: Problem) -> None:
         self._trace = problem.trace
-        self._edges = problem.trace.gaps()
+        self._edges = activation_gaps(problem.trace)
         self.trials = 0
         variables = min(problem.trace.static_bytes, problem.budget_bytes)
         self._limits = (variables + int(MEMORY_SHARE * (problem.budget_bytes - variables)), problem.budget_bytes)

@@ -252,5 +252,6 @@ def least_recently_used(problem: Problem) -> tuple[Swap, ...]:
     trace = problem.trace
     need = [op.peak_bytes - problem.budget_bytes for op in trace.ops]
     # A gap begins after a use, so what is opened later was touched later.
-    evicted = evictions(trace, trace.gaps(), need_bytes=need, order=lambda gap: gap.after_op)
+    within_step = [gap for gap in trace.gaps() if gap.before_op <= len(trace.ops)]
+    evicted = evictions(trace, within_step, need_bytes=need, order=lambda gap: gap.after_op)
     return tuple(Swap(gap=gap, fetch_op=max(gap.before_op - 1, gap.after_op + 1), tier=problem.tier) for gap in evicted)

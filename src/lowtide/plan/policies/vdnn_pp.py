@@ -25,7 +25,7 @@ from lowtide.plan.policies.vdnn import (
     offload_none,
     transfers,
 )
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
 from lowtide.plan.views.layers import Layer, LayerKind, layers_of
 
 
@@ -64,6 +64,7 @@ class VdnnPlusPlus:
     name = "vdnn_pp"
     summary = "vDNN++: vDNN's offloading without waiting at the end of layers"
     about = About(
+        kinds=ACTIVATIONS,
         family=Family.SWAP_IN,
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Shriram et al., IPDPS 2019",

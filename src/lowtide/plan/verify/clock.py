@@ -462,7 +462,7 @@ def _agendas(plan: Plan, trips: list[_Trip], trace: Trace, *, steps: int) -> dic
     for step in range(steps):
         base = step * len(trace.ops)
         for one in plan.recomputes:
-            agendas[base + one.gap.after_op].drop.append(one.gap)
+            agendas[base + one.gap.after_op].discard.append(one.gap)
             agendas[base + one.gap.before_op].made.append(one.gap)
         for save in trace.saves:
             for use in save.uses:

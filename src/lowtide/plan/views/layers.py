@@ -18,6 +18,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from lowtide.core.trace import Gap, Kind, Op, Phase, Trace
+from lowtide.plan.policy import activation_gaps
 
 
 class LayerKind(StrEnum):
@@ -126,7 +127,7 @@ def crossing_gaps(trace: Trace) -> dict[int, Gap]:
     backward = (index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
     first_op = next(backward, len(trace.ops))
     found: dict[int, Gap] = {}
-    for gap in trace.gaps():
+    for gap in activation_gaps(trace):
         if gap.before_op >= first_op:
             found.setdefault(gap.storage, gap)
     return found
