@@ -57,8 +57,12 @@ def test_a_policy_that_says_nothing_of_itself_is_refused_with_an_example() -> No
 
         def victims(self, view: object, need_bytes: int) -> None: ...
 
-    with pytest.raises(BadArgument, match=r"`about` is a lowtide.plan.policy.About, as in About\(family="):
-        registry.policy(Silent())  # type: ignore[arg-type]
+    class Vague(Silent):
+        about = "a paper of 2016"
+
+    for policy in (Silent(), Vague()):
+        with pytest.raises(BadArgument, match=r"`about` is a lowtide.plan.policy.About, as in About\(family="):
+            registry.policy(policy)  # type: ignore[arg-type]
 
 
 def test_an_installed_policy_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

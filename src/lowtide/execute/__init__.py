@@ -1,1 +1,1 @@
-"""A plan on a live PyTorch training: residency (pure), the backend below it, and the hooks above it."""
+"""A plan on a live PyTorch training: the tide that a user holds, its steps, recomputation, and the backends below."""
