@@ -244,7 +244,8 @@ class PolicyTests(ABC):
         def assert_planned(problem: Problem) -> None:
             plan = policy.plan(problem)
             seen = assert_sound(plan, problem)
-            decided = {problem.trace.storages[one.gap.storage].kind for one in (*plan.swaps, *plan.recomputes)}
+            gaps = [*(swap.gap for swap in plan.swaps), *(one.gap for one in plan.recomputes)]
+            decided = {problem.trace.storages[gap.storage].kind for gap in gaps}
             assert kinds is None or decided <= kinds
             whole = kinds is None and problem.budget_bytes >= self.least_budget_bytes(problem.trace)
             if whole and plan.prediction is not None:
