@@ -22,7 +22,7 @@ from lowtide.testing.optimum import Best, optimum
 from lowtide.testing.policies import FAST, SLOW, PolicyTests, assert_sound
 from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
 from lowtide.testing.simulated import simulated_steps
-from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems
+from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems, training_trace
 
 NAMES = registry.policy_names()
 RECORDED = sorted((Path(__file__).parent.parent / "data").glob("*.trace"))
@@ -219,6 +219,19 @@ def test_auto_plans_a_hundred_thousand_operators_in_thirty_seconds_of_a_core(
     bandwidth: float, can_recompute: bool
 ) -> None:
     assert_planned_in_time(50_000, bandwidth=bandwidth, can_recompute=can_recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bandwidth", [3e9, 3e10], ids=("bound by the link", "less so"))
+def test_auto_plans_a_hundred_thousand_operators_whose_pages_move_in_thirty_seconds_of_a_core(bandwidth: float) -> None:
+    trace = training_trace(33_333, duration_s=5e-5, update_s=5e-5)
+    link = Link(write_bytes_per_s=bandwidth, read_bytes_per_s=bandwidth)
+    problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=trace.peak_bytes // 2)
+    began_s = time.process_time()
+    plan = registry.policy("auto").plan(problem)
+    assert time.process_time() - began_s < 30
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes <= problem.budget_bytes
 
 
 @pytest.mark.slow  # 15 seconds of a core

@@ -19,7 +19,16 @@ from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.plan.verify import check, replay
 from lowtide.testing.policies import FakeView, PolicyTests, Record
-from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, problems, residual_trace, skip_trace
+from lowtide.testing.traces import (
+    Step,
+    chain_trace,
+    machine_of,
+    make_trace,
+    problems,
+    residual_trace,
+    skip_trace,
+    touched_traces,
+)
 
 MIB = 2**20
 FAST = Link(write_bytes_per_s=1e10, read_bytes_per_s=1e10)
@@ -88,6 +97,16 @@ def test_auto_is_never_slower_than_the_classics(problem: Problem) -> None:
     auto = step_s(Auto().plan(problem))
     for classic in (SwapAll(), Belady()):
         assert auto <= step_s(classic.plan(problem)) * (1 + NEGLIGIBLE)
+
+
+@given(problem=problems(touched_traces()))
+@settings(max_examples=60, deadline=None)
+def test_auto_is_never_slower_than_the_classics_where_pages_move(problem: Problem) -> None:
+    auto = step_s(Auto().plan(problem))
+    for classic in (SwapAll(), Belady()):
+        plan = classic.plan(problem)
+        assert replay(plan, problem).peak_bytes <= problem.budget_bytes
+        assert auto <= step_s(plan) * (1 + NEGLIGIBLE)
 
 
 @given(problem=problems(), spare=st.integers(0, MIB))

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.core.machine import Link
-from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Trace
+from lowtide.core.machine import Link, Machine
+from lowtide.core.plan import IDENTITY, CodecCost, Plan, Prediction, Problem, Recompute, Swap
+from lowtide.core.trace import Gap, Kind, Phase, Reach, Storage, Trace
 from lowtide.errors import PlanError
 from lowtide.plan import verify
-from lowtide.plan.verify import clock, recipes, shape, spans
-from lowtide.testing.traces import chain_trace, machine_of
+from lowtide.plan.verify import clock, pages, recipes, shape, spans
+from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, training_trace
 
 # Four layers of 100 bytes, a second forward and two back; 100 bytes take 0.5 s on the link. The gaps are those of
 # storage 0 in [2, 7), 1 in [3, 6) and 2 in [4, 5).
@@ -303,7 +303,74 @@ def test_a_storage_that_autograd_never_asks_for_is_written_and_not_read() -> Non
 
 
 def test_the_verifier_shares_no_code_with_the_policies() -> None:
-    for module in (verify, clock, recipes, shape, spans):
+    # What an option costs by itself is said once, in the table that all clocks price from.
+    shared = ("lowtide.plan.verify", "lowtide.plan.costs.options")
+    for module in (verify, clock, pages, recipes, shape, spans):
         source = module.__spec__.loader.get_source(module.__name__)  # type: ignore[union-attr]
         imported = re.findall(r"^(?:from|import) (lowtide\.plan\S*)", source, flags=re.MULTILINE)
-        assert all(name.startswith("lowtide.plan.verify") for name in imported), module.__name__
+        assert all(name.startswith(shared) for name in imported), module.__name__
+
+
+# ---- steps whose pages move ----
+
+PAGES = training_trace(2, nbytes=100, activation_bytes=50, duration_s=1.0, update_s=1.0)
+PAGED = Problem(trace=PAGES, machine=machine_of(LINK), budget_bytes=PAGES.peak_bytes, can_recompute=True)
+PARAMETER_GAPS = [gap for gap in PAGES.gaps() if gap.storage == 0]
+
+
+def test_v1_tiers_and_codecs_are_those_of_the_executor() -> None:
+    machine = Machine(name="two", links={"spill": LINK, "host": LINK})
+    both = replace(PAGED, machine=machine, tiers=("spill", "host"))
+    gap = PARAMETER_GAPS[1]
+    to_host = plan_of(Swap(gap=gap, fetch_op=gap.before_op, tier="host"))
+    verify.check(to_host, both)
+    with pytest.raises(PlanError, match=r"V1: .* goes to tier 'host'; the problem's tier is 'spill' and the machine"):
+        verify.check(to_host, replace(both, tiers=()))
+    with pytest.raises(PlanError, match=r"V1: .* goes to tier 'tape'; the problem's 2 tiers are \['host', 'spill'\]"):
+        verify.check(plan_of(Swap(gap=gap, fetch_op=gap.before_op, tier="tape")), both)
+    coded = plan_of(Swap(gap=gap, fetch_op=gap.before_op, codec="zvc"))
+    verify.check(coded, replace(PAGED, codecs=(IDENTITY, CodecCost(name="zvc", ratio=0.5))))
+    with pytest.raises(PlanError, match=r"V1: .* uses codec 'zvc', .* executor has 1, \['identity'\]"):
+        verify.check(coded, PAGED)
+
+
+def test_v3_the_last_absence_of_a_step_and_the_first_of_the_next_do_not_touch() -> None:
+    storages = [Storage(nbytes=100, kind=Kind.PARAM, first_op=-1, last_op=6)]
+    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=(0,) if k == 3 else ()) for k in range(6)]
+    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
+    problem = Problem(trace=trace, machine=machine_of(LINK), budget_bytes=1000)
+    parts = (swap(0, 4, 7), swap(0, 8, 9))
+    verify.check(plan_of(*parts), problem)
+    with pytest.raises(PlanError, match="V3"):
+        verify.check(plan_of(swap(0, 4, 8), swap(0, 8, 9)), problem)
+
+
+def test_v3_what_nobody_needs_is_away_for_good() -> None:
+    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0) for k in range(6)]
+    storages = [Storage(nbytes=100, kind=Kind.BUFFER, first_op=-1, last_op=6)]
+    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
+    problem = Problem(trace=trace, machine=machine_of(LINK), budget_bytes=1000)
+    verify.check(plan_of(swap(0, 4, 6)), problem)
+    with pytest.raises(PlanError, match=r"V3: .* which nobody needs, keeps it away for good"):
+        verify.check(plan_of(swap(0, 1, 2), swap(0, 4, 6)), problem)
+
+
+def test_v7_nothing_is_given_up_without_a_copy_over_the_end_of_a_step() -> None:
+    plan = Plan(policy="test", budget_bytes=1, recomputes=(Recompute(gap=PARAMETER_GAPS[1], ops=(4,)),))
+    with pytest.raises(PlanError, match=r"V7: .* ends with the step or after it, and the step has 6 operators"):
+        verify.check(plan, PAGED)
+
+
+def test_an_executor_refuses_what_it_cannot_follow_and_not_a_budget_that_cannot_be_met() -> None:
+    tight = replace(PAGED, budget_bytes=1)
+    whole = plan_of(Swap(gap=PARAMETER_GAPS[1], fetch_op=PARAMETER_GAPS[1].before_op))
+    with pytest.raises(PlanError, match="V4"):
+        verify.check(whole, tight)
+    verify.check_executable(whole, tight)
+    for broken in (
+        plan_of(replace(whole.swaps[0], tier="tape")),
+        plan_of(replace(whole.swaps[0], fetch_op=1)),
+        plan_of(swap(0, 1, 5)),
+    ):
+        with pytest.raises(PlanError, match=r"V[12]"):
+            verify.check_executable(broken, tight)

@@ -224,6 +224,8 @@ class Residency:
         match event:
             case Saved(record, nbytes, key):
                 self._entries[record] = _Entry(nbytes=nbytes, key=key, last_access=self._clock, sole=self._pages)
+                if self._pages:
+                    self._queue.put(record, last_access=self._clock, clean=False)
                 return self._name(record, key)
             case Due(keys):
                 return self._prefetches([self._by_key[key] for key in keys if key in self._by_key])

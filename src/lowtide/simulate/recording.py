@@ -130,7 +130,9 @@ def _blocks(
         alive[min(block.last_op, len(trace.ops)) + 1] -= block.nbytes
     for at_s, storage, gone in absences:
         nbytes = trace.storages[storage].nbytes
-        if nbytes:
+        # What the step found and frees is not among the static bytes: operators have it as a part of their own.
+        found = trace.storages[storage].first_op < 0 and not trace.lives_on(storage)
+        if nbytes and not (found and trace.reach is Reach.TOUCHED):
             changes.append((at_s, 1 if gone else 2, storage, -nbytes if gone else nbytes))
     other = len(trace.storages)
     live_bytes = 0
@@ -152,7 +154,7 @@ def _movable_before(trace: Trace, absences: Sequence[tuple[float, int, bool]], a
     if trace.reach is not Reach.TOUCHED:
         return []
     moved = {storage for _, storage, _ in absences}.union(away)
-    return sorted(one for one in moved if trace.storages[one].first_op < 0 and trace.storages[one].nbytes)
+    return sorted(one for one in moved if trace.lives_on(one) and trace.storages[one].nbytes)
 
 
 def _numbered(changes: Sequence[tuple[float, int, int, int]], *, static_bytes: int) -> list[Block]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
-from lowtide.core.trace import Gap
+from lowtide.core.trace import Gap, Reach
 from lowtide.plan.views.lineage import Lineage, alive_when
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
             choice = draw(st.sampled_from(("keep", "swap", "discard") if problem.can_recompute else ("keep", "swap")))
             gap = draw(_parts(whole))
             if choice == "swap":
-                swaps.append(draw(_swaps(gap, problem.tier)))
-            elif choice == "discard":
+                swaps.append(draw(_swaps(gap, problem)))
+            elif choice == "discard" and (problem.trace.reach is Reach.SAVED or gap.before_op < len(problem.trace.ops)):
                 discarded.append(gap)
         # What turns out not to be recomputable stays: more is in memory then, so the other recipes still hold.
         recomputes = recompute_gaps(problem, swaps=swaps, discarded=discarded)
@@ -49,7 +49,12 @@ def recompute_gaps(problem: Problem, *, swaps: list[Swap], discarded: list[Gap])
     spans += [(gap.storage, gap.after_op, gap.before_op + 1) for gap in discarded]
     found: list[Recompute | None] = []
     for gap in discarded:
-        absent = {storage for storage, after_op, due_op in spans if after_op <= gap.before_op < due_op}
+        later_op = gap.before_op + len(problem.trace.ops)  # an absence may reach into the next step
+        absent = {
+            storage
+            for storage, after_op, due_op in spans
+            if after_op <= gap.before_op < due_op or after_op <= later_op < due_op
+        }
 
         def available(storage: int, op: int = gap.before_op, absent: set[int] = absent) -> bool:
             return storage not in absent and alive_when(problem.trace, storage, op)
@@ -79,8 +84,8 @@ def _parts(whole: Gap) -> SearchStrategy[Gap]:
     return build()
 
 
-def _swaps(gap: Gap, tier: str) -> SearchStrategy[Swap]:
-    """Return a strategy for swaps of a span, with and without barriers."""
+def _swaps(gap: Gap, problem: Problem) -> SearchStrategy[Swap]:
+    """Return a strategy for swaps of a span to any tier through any codec, with and without barriers."""
     from hypothesis import strategies as st
 
     @st.composite
@@ -88,6 +93,13 @@ def _swaps(gap: Gap, tier: str) -> SearchStrategy[Swap]:
         fetch_op = draw(st.integers(gap.after_op + 1, gap.before_op))
         landed_op = draw(st.none() | st.integers(gap.after_op + 1, gap.before_op))
         arrived_op = draw(st.none() | st.integers(fetch_op, gap.before_op))
-        return Swap(gap=gap, fetch_op=fetch_op, tier=tier, landed_op=landed_op, arrived_op=arrived_op)
+        return Swap(
+            gap=gap,
+            fetch_op=fetch_op,
+            tier=draw(st.sampled_from(problem.tiers or (problem.tier,))),
+            codec=draw(st.sampled_from([codec.name for codec in problem.codecs])),
+            landed_op=landed_op,
+            arrived_op=arrived_op,
+        )
 
     return build()

@@ -21,11 +21,19 @@ import pytest
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Reach, Trace
-from lowtide.plan.policy import Family, Policy, by_age
-from lowtide.plan.verify import Replay, replay
+from lowtide.plan.policy import About, Family, Policy, by_age
+from lowtide.plan.verify import Replay, check_executable, replay
 from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
 from lowtide.testing.simulated import simulated_steps
-from lowtide.testing.traces import chain_trace, machine_of, make_trace, problems, residual_trace, skip_trace
+from lowtide.testing.traces import (
+    chain_trace,
+    machine_of,
+    make_trace,
+    problems,
+    residual_trace,
+    skip_trace,
+    training_trace,
+)
 
 TRACES = (
     make_trace((), (), (), model="empty"),
@@ -216,6 +224,40 @@ class PolicyTests(ABC):
             simulated_steps(problem, policy, plan, may_refuse=not self.gives_up_records)
 
         check()
+
+    def test_its_plans_are_sound_where_pages_move(self) -> None:
+        """State and activations, gaps that reach into the next step; it decides about the kinds that it says."""
+        pytest.importorskip("hypothesis")
+        from hypothesis import given, settings
+
+        from lowtide.testing.traces import touched_traces
+
+        policy = self.make_policy()
+        about = getattr(policy, "about", None)
+        kinds = about.kinds if isinstance(about, About) else None
+
+        def assert_planned(problem: Problem) -> None:
+            plan = policy.plan(problem)
+            seen = assert_sound(plan, problem)
+            gaps = [*(swap.gap for swap in plan.swaps), *(one.gap for one in plan.recomputes)]
+            decided = {problem.trace.storages[gap.storage].kind for gap in gaps}
+            assert kinds is None or decided <= kinds
+            whole = kinds is None and problem.budget_bytes >= self.least_budget_bytes(problem.trace)
+            if whole and plan.prediction is not None:
+                assert seen is not None, f"needs {plan.prediction.peak_bytes} bytes of {problem.budget_bytes}"
+            check_executable(plan, problem)
+
+        @settings(max_examples=EXAMPLES, deadline=None, database=None)
+        @given(problem=problems(touched_traces(max_ops=20, max_storages=12), can_recompute=True))
+        def check(problem: Problem) -> None:
+            assert_planned(problem)
+            assert_planned(replace(problem, can_recompute=False))
+
+        check()
+        for trace in (training_trace(6), training_trace(4, keeps_gradients=True, updates_at_once=True)):
+            for share in (0.0, 0.5):
+                budget_bytes = trace.floor_bytes() + int(share * (trace.peak_bytes - trace.floor_bytes()))
+                assert_planned(Problem(trace=trace, machine=machine_of(FAST), budget_bytes=budget_bytes))
 
     @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
     def test_a_budget_below_the_floor_still_gives_a_plan(self, trace: Trace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.core.plan import Plan, Problem
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument
+from lowtide.errors import BadArgument, PlanError
+from tests.execute.training import Need, OnDemand, Training
 
 
 def test_a_tide_shows_its_budget_its_peak_and_where_it_spills(tmp_path: Path) -> None:
@@ -46,3 +49,21 @@ def test_an_enforced_budget_is_never_passed(tmp_path: Path) -> None:
         stats = tide.stats()
     assert stats["budget_exact"] is True
     assert stats["over_budget_bytes"] == 0
+
+
+class Elsewhere(OnDemand):
+    """Plans for a tier that nobody has."""
+
+    def plan(self, problem: Problem) -> Plan:
+        plan = super().plan(problem)
+        return replace(plan, swaps=tuple(replace(swap, tier="tape") for swap in plan.swaps))
+
+
+def test_a_plan_that_cannot_be_executed_is_refused_before_a_step_follows_it(mlp_need: Need, tmp_path: Path) -> None:
+    training = Training()
+    with lowtide.fit(
+        training.model, training.optimizer, budget=mlp_need.share(0.6), spill=tmp_path, policy=Elsewhere()
+    ) as tide:
+        with pytest.raises(PlanError, match=r"V1: .* goes to tier 'tape'; the problem's tier is 'spill'"):
+            training.steps(2, tide.step)
+        assert tide.plan() is None

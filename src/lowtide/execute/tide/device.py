@@ -27,6 +27,7 @@ from lowtide.execute.tide.opening import Opened
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.costs.sweep import planned_bytes
 from lowtide.plan.policy import Observes, Policy, revised
+from lowtide.plan.verify import check_executable
 from lowtide.residency.schedule import Requests, compile_plan
 
 # The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
@@ -186,6 +187,7 @@ class DeviceTide(Tide):
 
     def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
         plan, recorded = planned.plan, planned.recorded
+        check_executable(plan, planned.problem)
         requests = Requests(plan, recorded, planned_bytes(planned.problem, plan.swaps, plan.recomputes))
         self._plan = requests.as_plan(plan)
         self._runtime.matcher.add(compile_plan(plan, recorded, signature, requests=requests))

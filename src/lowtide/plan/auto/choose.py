@@ -6,10 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+import numpy as np
+
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
+
+# All gaps of a step are tried up to this many; of longer steps, those that may be needed.
+MOST_GAPS_TO_TRY_ALL = 4_096
+# Memory is short at an operator that leaves less than this share of the budget free.
+SHORT = 0.04
+# How many times the need the gaps have to hold that hide their transfers, for the others to be left out.
+AMPLE = 1.5
 
 Rank = Callable[["Candidate"], tuple[float, ...]]
 
@@ -65,6 +74,32 @@ def candidates(problem: Problem, facts: Sweep, gaps: Sequence[Gap] | None = None
             )
         )
     return found
+
+
+def worth_trying(found: Sequence[Candidate], facts: Sweep) -> list[Candidate]:
+    """Return the candidates of a long step that a plan may need: most gaps between touches are an operator or two long.
+
+    Left out are those at which memory is not short, and those whose transfers do not hide where those that do hold more
+    than enough.
+    """
+    if len(found) <= MOST_GAPS_TO_TRY_ALL:
+        return list(found)
+    count = facts.count
+    need = np.array(facts.peak_bytes, dtype=np.int64) - int(facts.budget_bytes * (1 - SHORT))
+    cover = Curve([0] * count)
+    cover.add_all((one.gap.after_op, one.gap.before_op, one.nbytes) for one in found if one.slack_s >= 0)
+    short = need > 0
+    uncovered = short & (np.array(cover.values(), dtype=np.int64) < AMPLE * need)
+    # How many such operators come before each, in this step and the next.
+    shorts, uncovereds = (
+        np.concatenate(([0], np.cumsum(np.concatenate((flags, flags))))).tolist() for flags in (short, uncovered)
+    )
+
+    def needed(one: Candidate) -> bool:
+        before = uncovereds if one.slack_s < 0 else shorts
+        return bool(before[one.gap.before_op] > before[one.gap.after_op])
+
+    return [one for one in found if needed(one)]
 
 
 def longest_first(candidate: Candidate) -> tuple[float, ...]:

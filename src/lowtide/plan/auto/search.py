@@ -27,6 +27,7 @@ from lowtide.plan.auto.choose import (
     furthest_first,
     largest_first,
     longest_first,
+    worth_trying,
 )
 from lowtide.plan.auto.layout import Course, lay_out
 from lowtide.plan.auto.mix import Discarding, Mix, narrowed, swaps_only
@@ -47,6 +48,7 @@ MARGINS = (1.0, inf, 3.0, 0.0)
 # Very long steps get fewer attempts, so that planning stays a matter of seconds.
 EVALUATED_ITEMS = 400_000
 LEAST_EVALUATIONS = 3
+LEAST_EVALUATIONS_OF_TWO = 2  # steps: where pages move
 # What part of the link's work recomputation takes over, in turn.
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.1, 0.4, 0.6, 0.9)
 SPLITS = 6
@@ -74,7 +76,13 @@ class Search:
         self.problem = problem
         self.facts = facts
         self.found = candidates(problem, facts)
+        if facts.periodic:
+            self.found = worth_trying(self.found, facts)
         self.comfort_bytes = int(problem.budget_bytes * (1 - HEADROOM))
+        if facts.periodic:
+            # Where state moves, headroom is paid for in traffic every step: it is a share of what has to move anyway.
+            excess_bytes = max(0, max(facts.peak_bytes, default=0) - problem.budget_bytes)
+            self.comfort_bytes = max(self.comfort_bytes, int(problem.budget_bytes - HEADROOM * excess_bytes))
         self.tried: list[Attempt] = []
         self.by_gap = {one.gap: one for one in self.found}
         self.of_storage: dict[int, list[Candidate]] = {}
@@ -82,7 +90,10 @@ class Search:
             self.of_storage.setdefault(one.gap.storage, []).append(one)
         self.discarding = Discarding(problem, facts, self.found) if problem.can_recompute else None
         self.items = len(facts.peak_bytes) + len(self.found) + 1
-        self.most_evaluations = max(LEAST_EVALUATIONS, EVALUATED_ITEMS // self.items)
+        if facts.periodic:
+            self.items *= 2  # the sweep goes through two steps
+        least = LEAST_EVALUATIONS_OF_TWO if facts.periodic else LEAST_EVALUATIONS
+        self.most_evaluations = max(least, EVALUATED_ITEMS // self.items)
         self.evaluations_left = min(EVALUATIONS, self.most_evaluations)
 
     def swap(self) -> None:
@@ -90,7 +101,9 @@ class Search:
         for rank in (longest_first, earliest_first, furthest_first, largest_first):
             for target_bytes in (self.comfort_bytes, self.problem.budget_bytes):
                 self._attempt(rank, target_bytes=target_bytes)
-                if self.settled():
+                # Where state moves, room to spare is paid for in traffic every step: the budget itself is tried, too.
+                spared = self.facts.periodic and target_bytes < self.problem.budget_bytes
+                if self.settled() and not spared:
                     return
 
     def discard(self) -> None:

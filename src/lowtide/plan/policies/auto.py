@@ -29,6 +29,7 @@ __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 # ResNet-300, that takes seconds of a core, and four times as long with twice as many.
 MOST_GAPS_FOR_GUIDES = 1_200
 MOST_ITEMS_FOR_GUIDES = 25_000
+MOST_ITEMS_FOR_EVERYTHING = 100_000
 # How many steps Capuchin's feedback gets.
 LESSONS = 16
 
@@ -58,8 +59,10 @@ class Auto:
         if problem.can_recompute and not search.settled():
             search.discard()
         if not search.settled():
-            for classic in (_swap_all(problem), furthest_next_use(problem)):
-                search.compete(classic)
+            # In a long step whose pages move, everything is several times as much as has to move.
+            if not facts.periodic or search.items <= MOST_ITEMS_FOR_EVERYTHING:
+                search.compete(_swap_all(problem))
+            search.compete(furthest_next_use(problem))
             if len(search.found) <= MOST_GAPS_FOR_GUIDES and search.items <= MOST_ITEMS_FOR_GUIDES:
                 for guided in (*_learnt(Capuchin().plan(problem), facts), Pooch().plan(problem)):
                     search.compete(guided.swaps, guided.recomputes)

@@ -10,12 +10,17 @@ V5  every operand of an operator, and everything autograd unpacks before it, is 
 V6  bytes are conserved: what leaves comes back once, and nothing is read before its write has landed;
 V7  operators that run again can: the executor knows how, they are deterministic, and they find their operands.
 
-V1 to V3 are in shape.py, V7 in recipes.py, V4 to V6 in clock.py. The replay is that of docs/policies.md. Where an
-operator's memory is still held by writes it waits, and a prefetch that finds no room is put off: so V4 fails only if
-the operator would not fit after all of that.
+V1 to V3 are in shape.py, V7 in recipes.py, V4 to V6 in clock.py. The replay is that of docs/policies.md. Where pages
+move, it is that of a step which follows another of its kind, and pages.py tells which of them are dirty. What whoever
+executes the plan can do is stated by the problem: `tiers`, `codecs`, `can_recompute`.
+
+Where an operator's memory is still held by writes it waits, and a prefetch that finds no room is put off: so V4 fails
+only if the operator would not fit after all of that.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.errors import PlanError
@@ -23,12 +28,25 @@ from lowtide.plan.verify.clock import Replay, run
 from lowtide.plan.verify.recipes import burdens
 from lowtide.plan.verify.shape import check_shape
 
-__all__ = ["Replay", "check", "replay"]
+__all__ = ["Replay", "check", "check_executable", "replay"]
+
+# More than any step holds: V4 cannot fail.
+_NO_BUDGET = 1 << 62
 
 
 def check(plan: Plan, problem: Problem) -> None:
     """Raise `PlanError` unless the plan keeps every rule on this problem."""
     replay(plan, problem)
+
+
+def check_executable(plan: Plan, problem: Problem) -> None:
+    """Raise `PlanError` unless whoever executes the plan can do all it says: every rule but the budget (V4).
+
+    The budget is kept where memory is allocated. A policy that cannot meet it says so in its plan, and what is missing
+    then is given up when memory runs out; a plan that the executor cannot follow would be followed in part.
+    """
+    check_shape(plan, problem)
+    run(plan, replace(problem, budget_bytes=_NO_BUDGET), burdens(plan, problem))
 
 
 def replay(plan: Plan, problem: Problem) -> Replay:

@@ -1,0 +1,58 @@
+"""The least traffic that any plan can have: what a step has to read and write to fit a budget.
+
+At the operator that lacks most, `peak - budget` bytes have to be absent, each in a gap that is open there. A byte that
+is away and needed again is read once for that gap. A byte that is away and is written somewhere in the step, or is made
+in it, is written out at least once a step. So the bytes that are cheapest to have away at one operator, taken until it
+fits, are a bound for every plan; the highest of all operators' bounds is the bound of the step.
+
+The bound is about bytes, not time: a plan that hides its transfers holds some bytes longer and moves others instead. It
+counts swaps that travel as they are; recomputation and codecs move fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.core.trace import Reach, Trace
+from lowtide.plan.costs.sweep import ends_unused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastTraffic:
+    """Lower bounds by direction, and of both together: what reads least need not be what writes least."""
+
+    read_bytes: int
+    written_bytes: int
+    total_bytes: int
+
+
+def least_traffic(trace: Trace, *, budget_bytes: int) -> LeastTraffic:
+    """Return the least that a step of a trace has to move within a budget, whichever plan it follows."""
+    if not trace.ops:
+        return LeastTraffic(read_bytes=0, written_bytes=0, total_bytes=0)
+    count = len(trace.ops)
+    pages = trace.reach is Reach.TOUCHED
+    ends = ends_unused(trace)
+    written = {storage for op in trace.ops for storage in op.writes}
+    # The bytes that can be away at each operator: by whether that costs a read, and a write.
+    change = np.zeros((2, 2, 2 * count + 1), dtype=np.int64)
+    for gap in trace.gaps():
+        nbytes = trace.storages[gap.storage].nbytes
+        past_the_step = not pages and gap.before_op >= count
+        reads = int(not past_the_step and ends.get(gap.storage) != gap.before_op)
+        writes = int(not pages or not trace.lives_on(gap.storage) or gap.storage in written)
+        change[reads, writes, gap.after_op] += nbytes
+        change[reads, writes, gap.before_op] -= nbytes
+    unrolled = np.cumsum(change, axis=2)
+    away = unrolled[:, :, :count] + unrolled[:, :, count : 2 * count]
+    need = np.array([max(0, op.peak_bytes - budget_bytes) for op in trace.ops], dtype=np.int64)
+    free, either, both = away[0, 0], away[0, 1] + away[1, 0], away[1, 1]
+    dear = np.minimum(np.maximum(need - free - either, 0), both)
+    cheap = np.minimum(np.maximum(need - free, 0), either)
+    return LeastTraffic(
+        read_bytes=int(np.minimum(np.maximum(need - away[0].sum(axis=0), 0), away[1].sum(axis=0)).max()),
+        written_bytes=int(np.minimum(np.maximum(need - away[:, 0].sum(axis=0), 0), away[:, 1].sum(axis=0)).max()),
+        total_bytes=int((cheap + 2 * dear).max()),
+    )

@@ -1,0 +1,47 @@
+"""Steps whose pages move, decided when memory runs out: the second of two, by any policy, never above the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from lowtide import registry
+from lowtide.core.plan import Problem
+from lowtide.core.timeline import Lane
+from lowtide.simulate import simulate
+from lowtide.testing.policies import FAST
+from lowtide.testing.traces import machine_of, problems, touched_traces, training_trace
+
+
+@pytest.mark.parametrize("name", ["lru", "belady", "auto", "swap_all"])
+@given(problem=problems(touched_traces(max_ops=16, max_storages=9)))
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+def test_whoever_swaps_runs_from_the_floor_on(name: str, problem: Problem) -> None:
+    policy = registry.policy(name)
+    for plan in (None, policy.plan(problem)):
+        timeline = simulate(problem, plan, policy=policy, strict=True, allocator="pytorch")
+        assert timeline.peak_bytes <= problem.budget_bytes
+        assert [span.op for span in timeline.spans if span.lane is Lane.COMPUTE] == list(range(len(problem.trace.ops)))
+        assert timeline.step_s >= problem.trace.duration_s * (1 - 1e-9)
+
+
+def test_the_timeline_is_that_of_a_step_among_others() -> None:
+    trace = training_trace(3, nbytes=1 << 20, activation_bytes=1 << 10, duration_s=1e-2, update_s=1e-2)
+    problem = Problem(trace=trace, machine=machine_of(FAST), budget_bytes=trace.peak_bytes - (1 << 20))
+    timeline = simulate(problem, registry.policy("auto").plan(problem), strict=True)
+    assert timeline.step_s == pytest.approx(trace.duration_s, rel=1e-3)
+    assert min(span.start_s for span in timeline.spans if span.lane is Lane.COMPUTE) >= 0
+    assert max(span.end_s for span in timeline.spans if span.lane is Lane.COMPUTE) <= timeline.step_s * (1 + 1e-9)
+    assert timeline.moved_out_bytes == timeline.moved_in_bytes > 0
+
+
+def test_state_that_nobody_changes_is_not_written_under_pressure_either() -> None:
+    trace = training_trace(6, nbytes=1 << 20, activation_bytes=1)
+    inference = replace(trace, ops=tuple(replace(op, writes=()) for op in trace.ops))
+    problem = Problem(trace=inference, machine=machine_of(FAST), budget_bytes=inference.floor_bytes() + (4 << 20))
+    timeline = simulate(problem, None, policy=registry.policy("lru"), strict=True)
+    living = {storage for storage in range(len(trace.storages)) if trace.lives_on(storage)}
+    assert timeline.moved_in_bytes > 0
+    assert not [span for span in timeline.spans if span.lane is Lane.OUT and span.storage in living]
