@@ -48,7 +48,7 @@ def test_what_was_only_read_is_given_up_without_a_write(machine: Residency) -> N
     away_and_back(machine)
     machine.on(e.Used(7, wrote=False))
     assert machine.clean(7)
-    assert leave(machine) == [e.Drop(7)]
+    assert leave(machine) == [e.Release(7)]
 
 
 def test_what_was_written_is_written_out_again(machine: Residency) -> None:
@@ -66,7 +66,7 @@ def test_a_copy_in_one_place_is_none_in_another_and_stays_good_meanwhile(machine
     machine.on(e.Needed(7))
     machine.on(e.Arrived(7))
     machine.on(e.Used(7, wrote=False))
-    assert leave(machine) == [e.Drop(7)]
+    assert leave(machine) == [e.Release(7)]
 
 
 def test_a_write_that_was_overtaken_by_a_change_leaves_no_copy(machine: Residency) -> None:
@@ -84,7 +84,7 @@ def test_a_write_that_was_kept_and_not_overtaken_leaves_one(machine: Residency) 
     machine.on(e.Used(7, wrote=False))
     machine.on(e.Written(7, True))
     assert machine.where(7) is Residence.CLEAN
-    assert leave(machine) == [e.Drop(7)]
+    assert leave(machine) == [e.Release(7)]
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -107,4 +107,4 @@ def test_what_was_made_again_has_no_copy(machine: Residency) -> None:
 def test_under_pressure_clean_ranges_go_without_a_write(machine: Residency) -> None:
     away_and_back(machine)
     machine.on(e.Used(7, wrote=False))
-    assert machine.on(e.Pressure(50)) == [e.Drop(7)]
+    assert machine.on(e.Pressure(50)) == [e.Release(7)]

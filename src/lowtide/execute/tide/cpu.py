@@ -25,6 +25,7 @@ from lowtide.execute.tide.tide import Tide
 from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.memory.ranges import RangeMemory
 from lowtide.plan.policy import Policy
+from lowtide.plan.verify import check_executable
 from lowtide.residency.range_schedule import RangeSchedule, compile_ranges
 
 
@@ -159,9 +160,14 @@ class CpuTide(Tide):
 
     def _follow(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
         problem = Problem(
-            trace=recorded.trace, machine=self._machine, budget_bytes=self._budget_bytes, tier=self._memory.tiers[0]
+            trace=recorded.trace,
+            machine=self._machine,
+            budget_bytes=self._budget_bytes,
+            tier=self._memory.tiers[0],
+            tiers=self._memory.tiers,
         )
         self._plan = self._policy.plan(problem)
+        check_executable(self._plan, problem)  # R6: a plan is followed as it stands, or not at all
         number = self._add(compile_ranges(self._plan, recorded, tier=self._memory.tiers[0]))
         self._signature_of[number] = signature
         return number
