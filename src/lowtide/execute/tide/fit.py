@@ -72,7 +72,7 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
-    if devices == (None,) and not moves_nothing and not _recomputes(registry.policy(policy), recompute):
+    if devices == (None,) and not moves_nothing and moves_pages(registry.policy(policy), recompute):
         with suppress(NativeUnavailable):  # the budget is advisory then, and says why
             return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
     with ExitStack() as opened:
@@ -95,8 +95,9 @@ def open_tide(
     return tide
 
 
-def _recomputes(policy: Policy, asked: bool | None) -> bool:
-    return policy.about.recomputes if asked is None else asked
+def moves_pages(policy: Policy, recompute: bool | None) -> bool:
+    """Tell whether a training on the CPU moves pages: hooks serve those that run operators again."""
+    return not (policy.about.recomputes if recompute is None else recompute)
 
 
 def _on_pages(
