@@ -334,17 +334,6 @@ def test_v1_tiers_and_codecs_are_those_of_the_executor() -> None:
         verify.check(coded, PAGED)
 
 
-def test_v3_the_last_absence_of_a_step_and_the_first_of_the_next_do_not_touch() -> None:
-    storages = [Storage(nbytes=100, kind=Kind.PARAM, first_op=-1, last_op=6)]
-    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=(0,) if k == 3 else ()) for k in range(6)]
-    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
-    problem = Problem(trace=trace, machine=machine_of(LINK), budget_bytes=1000)
-    parts = (swap(0, 4, 7), swap(0, 8, 9))
-    verify.check(plan_of(*parts), problem)
-    with pytest.raises(PlanError, match="V3"):
-        verify.check(plan_of(swap(0, 4, 8), swap(0, 8, 9)), problem)
-
-
 def test_v3_what_nobody_needs_is_away_for_good() -> None:
     steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0) for k in range(6)]
     storages = [Storage(nbytes=100, kind=Kind.BUFFER, first_op=-1, last_op=6)]

@@ -156,6 +156,14 @@ def test_a_parameter_that_leaves_twice_is_written_once() -> None:
     assert_all_agree(problem, Plan(policy="test", budget_bytes=problem.budget_bytes, swaps=swaps))
 
 
+def test_a_barrier_may_lie_in_the_next_step_behind_an_early_arrival() -> None:
+    gap = Gap(storage=0, after_op=1, before_op=4)
+    steps = [Step(name=f"op{k}", phase=Training.FORWARD, duration_s=1.0, writes=(0,) * (k == 0)) for k in range(4)]
+    trace = make_trace(steps, [Storage(nbytes=100, kind=Kind.PARAM, first_op=-1, last_op=4)], (), reach=Reach.TOUCHED)
+    swap = Swap(gap=gap, fetch_op=2, arrived_op=3, landed_op=4)
+    assert_all_agree(problem_of(trace), Plan(policy="test", budget_bytes=350, swaps=(swap,)))
+
+
 def test_frozen_weights_are_never_written() -> None:
     seen = predict(problem_of(state_trace(frozen=True)), (PARAMETER, MOMENT))
     assert (seen.moved_out_bytes, seen.moved_in_bytes) == (0, 300)

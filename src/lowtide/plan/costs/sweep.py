@@ -221,7 +221,8 @@ class _Run:
         self.ahead_bytes = 0
         self.engine_free_s = 0.0
         self.now_s = 0.0  # prefetches begin no earlier: events are taken in the order of time
-        self.landed_s = [inf] * len(swaps)
+        # Where steps follow each other, those of the step before have landed by the time anybody waits for them.
+        self.landed_s = [0.0 if facts.periodic else inf] * len(swaps)
         self.read_end_s = [-1.0] * len(swaps)
         self.blocked_until_op = [0] * len(swaps)
         self.op = 0
@@ -282,7 +283,6 @@ class _Run:
         asked = []
         for k in range(len(swaps)):
             if self.due_op[k] >= self.count and not self.away_for_good[k]:
-                self.landed_s[k] = 0.0
                 fetch_op = swaps[k].fetch_op - shift[k]
                 if fetch_op < min(self.count, self.due_op[k]) and self.comes_back[k]:
                     asked.append((fetch_op, self.due_op[k], swaps[k].gap, k))

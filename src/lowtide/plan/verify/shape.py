@@ -38,18 +38,18 @@ def check_shape(plan: Plan, problem: Problem) -> None:
             if second.gap.after_op <= first.gap.before_op:
                 raise PlanError(f"V3: {label(first)} and {label(second)} overlap")
         if trace.reach is Reach.TOUCHED and len(of_one) > 1:
-            _check_around(of_one, spans, count=len(trace.ops))
+            _check_around(of_one, spans)
 
 
-def _check_around(of_one: list[Swap | Recompute], spans: Spans, *, count: int) -> None:
-    """Check V3 across the end of the step: the last decision about a storage against the first of the next step."""
-    first, last = of_one[0], of_one[-1]
+def _check_around(of_one: list[Swap | Recompute], spans: Spans) -> None:
+    """Check V3 across the end of the step: a touch parts the gaps of one step from those of the next, if there is one.
+
+    A storage that nobody touches is away from one step to the next, so that no other decision about it has a place.
+    """
     for one in of_one:
         if spans.for_good(one.gap):
-            other = first if one is not first else last
+            other = next(each for each in of_one if each is not one)
             raise PlanError(f"V3: {label(one)}, which nobody needs, keeps it away for good; {label(other)} is another")
-    if first.gap.after_op + count <= last.gap.before_op:
-        raise PlanError(f"V3: {label(last)} and {label(first)} of the next step overlap")
 
 
 def _check_span(decision: Swap | Recompute, trace: Trace, eligible: dict[int, list[Gap]]) -> None:
