@@ -38,7 +38,7 @@ class Outcome:
     record: Record = field(default_factory=Record)
     stats: dict[str, Any] = field(default_factory=dict)
     static_bytes: int = 0
-    largest_op_bytes: int = 0
+    floor_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def need(name: str) -> Need:
     return Need(
         static_bytes=outcome.static_bytes,
         peak_bytes=outcome.stats["peak_bytes"],
-        floor_bytes=outcome.static_bytes + outcome.largest_op_bytes,
+        floor_bytes=outcome.floor_bytes,
     )
 
 
@@ -103,7 +103,7 @@ def managed(
                 # Not every step is recorded, and what is alive between steps grows with gradients and optimizer state.
                 trace, stats = tide.trace(), tide.stats()
                 outcome.static_bytes = max(outcome.static_bytes, int(str(stats["static_bytes"])))
-                outcome.largest_op_bytes = max(outcome.largest_op_bytes, trace.floor_bytes() - trace.static_bytes)
+                outcome.floor_bytes = max(outcome.floor_bytes, trace.floor_bytes())
 
             run(workload, step=tide.step, record=outcome.record, each=note_floor)
             outcome.stats = dict(tide.stats())
@@ -148,6 +148,6 @@ def pressed(
     try:
         return at(budget_bytes)
     except BudgetTooSmall:
-        if budget_bytes >= need(name).promised_bytes:
+        if budget_bytes >= need(name).promised_to_hooks_bytes:
             raise
-    return at(need(name).promised_bytes)
+    return at(need(name).promised_to_hooks_bytes)

@@ -277,6 +277,11 @@ class RangeMemory:
         return True
 
 
+def check_available() -> None:
+    """Raise `NativeUnavailable` where ranges cannot be had."""
+    load()
+
+
 # A memory whose tide was closed while there was no room for all that was away.
 _lingering: RangeMemory | None = None
 

@@ -57,6 +57,7 @@ class CpuTide(Tide):
         self._step_stall_s = 0.0
         self._peaks = (0, 0)
         self._warned = False
+        self._strangers = 0  # the most blocks of other allocators that a step has used
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
         self._slices = SlicedUpdates(slice_bytes=budget_bytes // 8)
         try:
@@ -126,6 +127,7 @@ class CpuTide(Tide):
         self._inside = False
         followed, _, _ = self._memory.native.step_end()
         self._step_s.append(time.perf_counter() - self._started)
+        self._strangers = max(self._strangers, self._memory.native.take_strangers())
         self._step_stall_s = self._memory.usage().stall_s - self._stall_before
         try:
             self._raise_trouble()
@@ -234,7 +236,7 @@ class CpuTide(Tide):
             "planned_recomputes": 0,
             "recomputed_ops": 0,
             "recompute_s": 0.0,
-            "unmanaged": {},
+            "unmanaged": {"memory of another allocator": self._strangers} if self._strangers else {},
             **self._memory.figures(),
         }
 

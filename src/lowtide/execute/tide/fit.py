@@ -17,8 +17,8 @@ from lowtide.execute.tide.device import DeviceTide
 from lowtide.execute.tide.fleet import Fleet
 from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend, refuse_lossy
 from lowtide.execute.tide.tide import Tide
+from lowtide.memory import ranges
 from lowtide.memory.budget import BudgetLike, Budgets
-from lowtide.memory.ranges import RangeMemory
 from lowtide.plan.policy import Policy
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.open import Spill, open_medium
@@ -109,13 +109,14 @@ def _on_pages(
     policy: str | Policy,
     verify: bool,
 ) -> Tide:
+    ranges.check_available()  # before anything is opened that whoever comes next needs
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
     name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
     try:
         refuse_lossy(medium)
         machine = machine_for(medium)
         least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
-        memory = RangeMemory({SPILL: medium}, least_bytes=least_bytes, verify=verify)
+        memory = ranges.RangeMemory({SPILL: medium}, least_bytes=least_bytes, verify=verify)
     except BaseException:
         medium.close()
         raise

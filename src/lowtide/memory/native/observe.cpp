@@ -17,6 +17,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace lowtide {
@@ -161,12 +162,18 @@ struct Operand {
   bool writes;
 };
 
+// Large memory of CPU tensors that no range is, by address: it cannot leave, and is told (R6). With `pages().mutex` held.
+std::unordered_set<const void*> strangers;
+
 Range* range_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage() || impl->device_type() != c10::DeviceType::CPU) return nullptr;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  return storage && storage->nbytes() >= static_cast<size_t>(kLarge) ? ranges().of_data(storage->data()) : nullptr;
+  if (!storage || storage->nbytes() < static_cast<size_t>(kLarge) || !storage->data()) return nullptr;
+  Range* range = ranges().of_data(storage->data());
+  if (!range && strangers.size() < 4096) strangers.insert(storage->data());
+  return range;
 }
 
 // With `pages().mutex` held.
@@ -382,6 +389,14 @@ void lt_log_start() {
 // Announce operators' operands to their ranges, or do not.
 void lt_touch(int on) {
   touching = on != 0;
+}
+
+// How many blocks of other allocators operators have used since the last call.
+int64_t lt_take_strangers() {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  auto count = static_cast<int64_t>(strangers.size());
+  strangers.clear();
+  return count;
 }
 
 // For tests: one operator in `one_in` makes everything leave that may (0: none).

@@ -227,7 +227,7 @@ bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bo
     } else if (range->place == Place::kAway) {
       char* room = pages().take(range->bytes);
       if (!room) {
-        make_room(range->bytes);
+        make_room(range->bytes, !with_gil);
         room = pages().take(range->bytes);
       }
       // See Note [Who may wait].
@@ -357,14 +357,14 @@ bool Ranges::leave(Range* range, int32_t tier) {
   return true;
 }
 
-Range* Ranges::victim() const {
+Range* Ranges::victim(bool at_fault) const {
   Range* best = nullptr;
   int64_t furthest = -1;
   const Schedule& plan = schedule();
   for (Range* range : by_age_) {
-    // Note [Grace]: what was touched last may be what an instruction is about to use, with others that are still away. If
-    // that left again to make room for them, neither would ever be done.
-    if (clock - range->last_touch < kGrace) break;
+    // Note [Grace]: what faulted last may be what the interrupted instruction is about to use, with others that are still
+    // away. If that left again to make room for them, none of it would ever be done. Operators pin what they use instead.
+    if (at_fault && clock - range->last_touch < kGrace) break;
     if (!may_leave(range)) continue;
     if (!plan.following()) return range;  // the least recently touched
     int64_t next = plan.next_use(range);
@@ -376,12 +376,12 @@ Range* Ranges::victim() const {
   return best;
 }
 
-int64_t Ranges::make_room(int64_t need) {
+int64_t Ranges::make_room(int64_t need, bool at_fault) {
   int64_t coming = counted.leaving + pages().kept();
   int64_t budget = counters.budget.load();
   if (budget) coming += std::max<int64_t>(0, budget - counters.reserved.load());
   while (coming < need) {
-    Range* range = victim();
+    Range* range = victim(at_fault);
     if (!range) break;
     int64_t bytes = range->bytes;
     if (leave(range, schedule().tier_of(range)))
@@ -394,7 +394,7 @@ int64_t Ranges::make_room(int64_t need) {
 
 void Ranges::shrink(int64_t excess) {
   for (int64_t coming = counted.leaving; coming < excess;) {
-    Range* range = victim();
+    Range* range = victim(false);
     if (!range) return;
     int64_t bytes = range->bytes;
     if (leave(range, schedule().tier_of(range)))

@@ -119,7 +119,8 @@ class Ranges {
   // Give a lost range pages all the same: whoever touches it must not crash, and the error is raised before anything else.
   void fill_lost(Range* range);
   // Start to free `need` bytes, the best first; returns what is free or on its way.
-  int64_t make_room(int64_t need);
+  // `at_fault`: see Note [Grace].
+  int64_t make_room(int64_t need, bool at_fault = false);
   // Start to free `excess` bytes of fast memory, whatever is kept.
   void shrink(int64_t excess);
   // Everything that may leave, leaves: for tests.
@@ -187,7 +188,7 @@ class Ranges {
   bool is_shared(int64_t forks);
   void bury_children();
   void keep_pages(char* pages, int64_t bytes, bool writable);
-  Range* victim() const;
+  Range* victim(bool at_fault) const;
   void work();
 
   std::map<const char*, Range*> by_start_;
