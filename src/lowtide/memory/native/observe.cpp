@@ -170,7 +170,7 @@ Range* range_of(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage() || impl->device_type() != c10::DeviceType::CPU) return nullptr;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (!storage || storage->nbytes() < static_cast<size_t>(kLarge) || !storage->data()) return nullptr;
+  if (!storage || storage->nbytes() < static_cast<size_t>(kLarge / 2) || !storage->data()) return nullptr;
   Range* range = ranges().of_data(storage->data());
   if (!range && strangers.size() < 4096) strangers.insert(storage->data());
   return range;

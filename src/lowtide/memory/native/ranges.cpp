@@ -74,7 +74,7 @@ void Ranges::remove(Range* range) {
 Range* Ranges::adopt(char* data, int64_t bytes) {
   auto first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) & ~static_cast<uintptr_t>(kPage - 1);
   auto end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~static_cast<uintptr_t>(kPage - 1);
-  if (end < first + kLarge || of_data(data)) return nullptr;
+  if (end < first + kLarge / 2 || of_data(data)) return nullptr;
   auto length = static_cast<int64_t>(end - first);
   Range* range = add(reinterpret_cast<char*>(first), length, ++counters.serial);
   by_data_.erase(range->data);

@@ -126,7 +126,9 @@ class Ranges {
   // Everything that may leave, leaves: for tests.
   void leave_all();
   bool may_leave(const Range* range) const {
-    return range->place == Place::kHere && range->pins == 0 && !range->stuck && range->bytes >= least_bytes;
+    // Of another allocator's block only the whole pages are ours: a little less than it.
+    int64_t least = range->foreign ? least_bytes / 2 : least_bytes;
+    return range->place == Place::kHere && range->pins == 0 && !range->stuck && range->bytes >= least;
   }
 
   // ---- the whole ----
