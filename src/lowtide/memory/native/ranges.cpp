@@ -326,13 +326,11 @@ bool Ranges::leave(Range* range, int32_t tier) {
       }
     }
   }
-  bool writable = range->writable;
-  char* away = pages().detach(range->start, range->bytes);
+  char* away = pages().detach(range->start, range->bytes, range->writable);
   if (!away) {
     range->stuck = true;
     return false;
   }
-  if (!writable) mprotect(away, range->bytes, PROT_READ | PROT_WRITE);
   range->writable = true;
   bool log = logging.load(std::memory_order_relaxed);
   if (log) log_event(Event::kLeft, range->serial, range->bytes, clean ? 0 : 1);
