@@ -16,7 +16,7 @@
 //
 // Note [Children]: a forked child serves its faults from the slots that existed at the fork, through the descriptors it
 // inherited. While it lives, those slots are neither written again nor given to others. It holds one end of a pipe; when
-// that is closed, the child is gone.
+// that is closed, the child is gone. The child never writes to a tier of its parent's; it may start tiers of its own.
 #pragma once
 #include "meter.h"
 #include "pages.h"
@@ -76,6 +76,7 @@ class Ranges {
   int64_t least_bytes = kLarge;  // smaller ranges never leave
   bool announcing = true;        // operators bring their operands back before they run; else faults do
   int64_t clock = 0;             // counts touches
+  int32_t home_tier = 0;         // where ranges leave to that no plan sends elsewhere
 
   // ---- blocks come and go ----
 
@@ -125,7 +126,8 @@ class Ranges {
   // Everything that may leave, leaves: for tests.
   void leave_all();
   bool may_leave(const Range* range) const {
-    return range->place == Place::kHere && range->pins == 0 && !range->stuck && range->bytes >= least_bytes;
+    return range->place == Place::kHere && range->pins == 0 && !range->stuck && !range->crowded_out &&
+        range->bytes >= least_bytes;
   }
 
   // ---- the whole ----
@@ -142,8 +144,12 @@ class Ranges {
   void pause_for_fork();
   void resume_after_fork();
   void abandon_in_child();
-  // In a forked child, which has no threads: bring a range back on this one.
-  bool bring_in_child(Range* range);
+  // Give slots back that only children needed who are gone.
+  void bury_children();
+  // Whether a medium is written in Python: whoever waits for it must not hold the GIL.
+  bool needs_gil() const {
+    return std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; });
+  }
 
   // Whether there is trouble that the next allocation has to raise: a read that failed, or memory beyond the budget.
   std::atomic<bool> troubled{false};
@@ -179,13 +185,15 @@ class Ranges {
   // Give a leaving range its pages back. False: somebody still reads them; they come back when that ends.
   bool call_back(Range* range);
   void settle(Range* range, char* pages);
+  // In a forked child, which has no threads: bring a range back on this one.
+  bool bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard);
   void forget(Range* range);
   void progress();
   void begin_read(Range* range, char* pages, bool urgent);
   void hurry(Transfer* transfer);
   void give_slot(Slot& slot, int64_t bytes, int64_t forks);
+  void give_extent(const Slot& slot, int64_t bytes);
   bool is_shared(int64_t forks);
-  void bury_children();
   void keep_pages(char* pages, int64_t bytes, bool writable);
   Range* victim() const;
   void work();
@@ -219,7 +227,11 @@ class Ranges {
   int transferring_ = 0;
   int waiting_ = 0;
   uint64_t epoch_ = 0;  // counts what may let those who wait go on
-  bool forking_ = false, stopping_ = false;
+  bool forking_ = false;
+  bool crowded_ = false;   // a tier was full since a slot came free last
+  bool ending_ = false;    // nothing leaves any more
+  bool stopping_ = false;  // and nothing is read
+  int32_t inherited_ = 0;  // tiers of the process that this one was forked from
 };
 
 // Never destroyed: blocks may be freed while the process exits.
