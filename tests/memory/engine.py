@@ -139,16 +139,15 @@ class Engine:
         self.open = False
         gc.collect()
         self.native.settle()
-        counted = self.counted
-        assert (counted.leaving, counted.arriving) == (0, 0)
-        if counted.ranges <= self.ranges_at_open + left and not left:
-            for number in range(len(self.media)):
-                assert self.tier_used(number) == 0, "slots of a tier belong to nobody"
+        counted, used = self.counted, [self.tier_used(number) for number in range(len(self.media))]
         foreign = self.native.counters().foreign_bytes
         self.memory.close()
-        if not left:
-            self.native.trim()
-            assert self.native.counters().reserved_bytes == self.reserved_at_open - foreign
+        assert (counted.leaving, counted.arriving) == (0, 0)
+        if left:
+            return
+        assert used == [0] * len(self.media), "slots of a tier belong to nobody"
+        self.native.trim()
+        assert self.native.counters().reserved_bytes == self.reserved_at_open - foreign
 
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:

@@ -36,10 +36,10 @@ class Foreign:
                     if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
                         continue
                     storage = tensor.untyped_storage()
-                    if storage.data_ptr() and not self._is_ours(storage._cdata):
-                        if storage._cdata not in seen:
-                            ours = 0 if take_over is None else take_over(tensor)
-                            seen[storage._cdata] = (_WeakRef(storage), storage.nbytes() - ours)
+                    if storage._cdata in seen or not storage.data_ptr() or self._is_ours(storage._cdata):
+                        continue
+                    ours = 0 if take_over is None else take_over(tensor)
+                    seen[storage._cdata] = (_WeakRef(storage), storage.nbytes() - ours)
         self._known = list(seen.values())
 
     def live_bytes(self) -> int:
