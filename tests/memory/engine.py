@@ -87,7 +87,11 @@ class Engine:
         named = {f"{medium.name}{number or ''}": medium for number, medium in enumerate(media)}
         self.memory = RangeMemory(named, least_bytes=least, verify=verify, threads=threads)
         self.media = media
-        self.memory.open(budget)
+        try:
+            self.memory.open(budget)
+        except BaseException:
+            self.memory.close()
+            raise
         self.native.trim()
         self.memory.announce(announcing)
         self.native.reset_peaks()

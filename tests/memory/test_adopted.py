@@ -1,4 +1,4 @@
-"""Tensors from before: their pages leave and return inside another allocator's memory, which stays intact around them."""
+"""Tensors from before: their pages leave and return inside another allocator's memory, which stays whole."""
 
 from __future__ import annotations
 
