@@ -36,7 +36,9 @@ class Lent:
         self._replace(torch.Tensor, "__dlpack__", self._for_good)
         for owner in (torch.Tensor, torch.UntypedStorage):
             self._replace(owner, "data_ptr", self._address)
-        self._replace(torch.UntypedStorage, "_write_file", self._call)
+        for name in ("_write_file", "_set_from_file"):
+            self._replace(torch.UntypedStorage, name, self._call)
+        self._replace(torch._C.PyTorchFileWriter, "write_record", self._call, argument=2)
 
     def off(self) -> None:
         """Put everything back; what is lent is its borrower's from here on."""
@@ -49,12 +51,16 @@ class Lent:
         while self._bare:
             self._take_oldest_back()
 
-    def _replace(self, owner: type, name: str, lend: Callable[..., Any]) -> None:
+    def _replace(self, owner: type, name: str, lend: Callable[..., Any], *, argument: int = 0) -> None:
+        """Lend the `argument`-th of what a method is called with, itself the first, where that is memory."""
         original = getattr(owner, name)
         self._originals[owner, name] = (original, name in vars(owner))
 
-        def lending(owned: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-            return lend(owned, lambda: original(owned, *args, **kwargs))
+        def lending(*args: Any, **kwargs: Any) -> Any:
+            owned = args[argument] if len(args) > argument else None
+            if not isinstance(owned, torch.Tensor | torch.UntypedStorage):
+                return original(*args, **kwargs)
+            return lend(owned, lambda: original(*args, **kwargs))
 
         lending.__doc__ = original.__doc__
         setattr(owner, name, lending)
@@ -85,7 +91,8 @@ class Lent:
     def _address(self, owned: torch.Tensor | torch.UntypedStorage, make: Callable[[], Any]) -> Any:
         serial = self._pin(owned)
         if serial:
-            nbytes = owned.nbytes if isinstance(owned, torch.Tensor) else owned.nbytes()
+            storage = owned.untyped_storage() if isinstance(owned, torch.Tensor) else owned
+            nbytes = storage.nbytes()
             self._bare.append((serial, nbytes))
             self._bare_bytes += nbytes
             while self._bare_bytes > self._most_bytes and len(self._bare) > 1:

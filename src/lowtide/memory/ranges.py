@@ -20,6 +20,7 @@ from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorru
 from lowtide.memory.budget import auto_bytes, memory_limits
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
+from lowtide.memory.loader_workers import LoaderWorkers
 from lowtide.memory.native import Native, load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, Place, RangeCounters, Trouble
 from lowtide.tiers.medium import Medium
@@ -69,6 +70,7 @@ class RangeMemory:
             )
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
         self._lent: Lent | None = None
+        self._loader_workers = LoaderWorkers(self.native.catch_faults)
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -88,6 +90,7 @@ class RangeMemory:
         native.set_budget(budget_bytes)
         self._lent = Lent(native, most_bytes=budget_bytes // 8)
         self._lent.on()
+        self._loader_workers.on()
         beyond_bytes = native.shrink()
         native.reset_peaks()
         if beyond_bytes > 0:
@@ -256,6 +259,7 @@ class RangeMemory:
 
     def _stop(self) -> None:
         native = self.native
+        self._loader_workers.off()
         native.touch(0)
         native.observe(0)
         native.set_budget(0)

@@ -209,6 +209,7 @@ class Native:
         self.ranges_running = quick("lt_ranges_running", integer)
         self._ranges_start = quick("lt_ranges_start", integer, i64, integer, integer)
         self._ranges_stop = waiting("lt_ranges_stop", integer, integer)
+        self.catch_faults = quick("lt_catch_faults", None)
         self.announce = quick("lt_announce", None, integer)
         self.adopt = quick("lt_adopt", i64, pointer)
         self.leave_all = waiting("lt_leave_all", None)

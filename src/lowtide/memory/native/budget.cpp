@@ -274,6 +274,8 @@ void after_fork_in_child() {
   counters.budget = 0;
   pressure = nullptr;
   waiters = 0;  // they are not here either, and nobody may notify a condition that they left in the middle of a wait
+  new (&progress) std::condition_variable;
+  in_flight = 0;
 }
 
 }  // namespace

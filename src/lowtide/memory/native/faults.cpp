@@ -1,11 +1,12 @@
 // The safety net: whoever touches a range whose pages are away, without having been announced, gets them back here.
 //
 // A fault is synchronous: the thread that is interrupted was at an access of its own to tensor memory, so it holds none of
-// our locks, and may be made to wait. It may hold the GIL, which is why nothing here takes it.
+// our locks, and may be made to wait. It may hold the GIL: it gives that up while it waits for a medium in Python.
 #include "ranges.h"
 
 #include <signal.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -13,6 +14,18 @@ namespace lowtide {
 namespace {
 
 struct sigaction before;
+
+// A fault that is being handed over; a handler may leave it by a jump, so nothing here is given back.
+struct Passed {
+  std::atomic<pid_t> thread{0};
+  const void* info = nullptr;
+  const void* frame = nullptr;
+} passed;
+
+// Whether whoever it was handed to hands it back: by raising it anew, or by calling us.
+bool is_back(const siginfo_t* info, const void* frame) {
+  return passed.thread == gettid() && (info->si_code <= 0 || (passed.info == info && frame < passed.frame));
+}
 
 bool is_write(void* context) {
 #if defined(__x86_64__)
@@ -29,17 +42,13 @@ bool serve(void* address, bool write) {
   std::unique_lock<std::mutex> guard(pages().mutex);
   Range* range = all.at(address);
   if (!range) return false;
-  if (in_forked_child()) {
-    if (!all.bring_in_child(range)) return false;
-    if (!range->writable) all.make_writable(range);
-    return true;
-  }
   bool was_here = range->place == Place::kHere;
   ++(was_here ? all.counted.write_faults : all.counted.faults);
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kTouch, range->serial, write);
   int64_t serial = range->serial;
-  if (!all.bring_waiting(range, guard, false)) {
-    if (range->serial != serial) return false;  // freed while it was read: the access is the program's error
+  if (!all.bring_waiting(range, guard, all.needs_gil())) {
+    // Freed while it was read: the access is the program's error. A child has nobody to tell of what is lost.
+    if (range->serial != serial || in_forked_child()) return false;
     all.fill_lost(range);
   }
   all.touch(range, write);
@@ -53,16 +62,27 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     return;
   }
   errno = kept_errno;
-  // Not ours: whoever was there before us, or the default, which ends the process at the same instruction.
-  if (before.sa_flags & SA_SIGINFO) {
-    before.sa_sigaction(signal, info, context);
-  } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+  // Not ours: whoever was there before us, or the default, which ends the process. Somebody who came after us and was
+  // found there later hands it back: then it has been everywhere.
+  const void* frame = __builtin_frame_address(0);
+  bool sent = info->si_code <= 0;  // by kill(2): the same instruction would not fault again
+  bool again = is_back(info, frame);
+  passed.thread = gettid();
+  passed.info = info;
+  passed.frame = frame;
+  bool is_default = !(before.sa_flags & SA_SIGINFO) && before.sa_handler == SIG_DFL;
+  bool ignored = !(before.sa_flags & SA_SIGINFO) && before.sa_handler == SIG_IGN;
+  if (again || is_default || (ignored && !sent)) {
     struct sigaction fatal {};
     fatal.sa_handler = SIG_DFL;
     sigaction(signal, &fatal, nullptr);
-  } else {
+    if (sent || again) raise(signal);
+  } else if (before.sa_flags & SA_SIGINFO) {
+    before.sa_sigaction(signal, info, context);
+  } else if (!ignored) {
     before.sa_handler(signal);
   }
+  passed.thread = 0;
 }
 
 }  // namespace

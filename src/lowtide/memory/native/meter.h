@@ -40,6 +40,13 @@ class Meter {
     waiting_ += change;
   }
 
+  // Count from zero; what is under way goes on.
+  void forget() {
+    tick();
+    clocks_ = {};
+    bytes_ = transfers_ = {};
+  }
+
   // For each kind: bytes, transfers, nanoseconds.
   void read(double* out) {
     tick();

@@ -159,6 +159,7 @@ thread_local uint64_t dice = 0x9E3779B97F4A7C15ull;
 
 struct Operand {
   Range* range;
+  int64_t serial;  // another thread may free it while this one waits
   bool writes;
 };
 
@@ -179,7 +180,7 @@ Range* range_of(const at::Tensor& tensor) {
 // With `pages().mutex` held.
 void collect(const c10::IValue& value, bool writes, std::vector<Operand>& single, std::vector<Operand>& listed) {
   auto add = [&](const at::Tensor& tensor, std::vector<Operand>& into) {
-    if (Range* range = range_of(tensor)) into.push_back({range, writes});
+    if (Range* range = range_of(tensor)) into.push_back({range, range->serial, writes});
   };
   if (value.isTensor()) {
     add(value.toTensor(), single);
@@ -216,13 +217,13 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   ++all.counted.touches;
   for (const Operand& operand : single) {
     all.pin(operand.range);
-    if (!facts.goes_on) use.holds.push_back({operand.range, operand.range->serial});
+    if (!facts.goes_on) use.holds.push_back({operand.range, operand.serial});
   }
   for (const Operand& operand : single)
     if (operand.range->place == Place::kAway) all.prefetch(operand.range);  // all of them at once, where there is room
   for (const Operand& operand : single) {
     if (operand.range->place != Place::kHere) all.bring_waiting(operand.range, guard, true);
-    all.touch(operand.range, operand.writes);
+    if (operand.range->serial == operand.serial) all.touch(operand.range, operand.writes);
   }
 }
 

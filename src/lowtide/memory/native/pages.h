@@ -7,7 +7,8 @@
 //
 // Note [Holes]: a range keeps its addresses while its pages are elsewhere. `detach` moves its pages to other addresses and
 // leaves a hole, reserved and without access; `attach` moves pages onto a hole. Both move page tables, not bytes. From 2 MiB
-// on, addresses are aligned alike on both sides, so that huge pages move whole.
+// on, addresses are aligned alike on both sides, so that huge pages move whole. At no instant are a range's addresses free:
+// another thread's mmap, malloc's for one, would be given them, and lose them to the hole (MREMAP_DONTUNMAP, Linux 5.7).
 #pragma once
 #include "range.h"
 
@@ -21,6 +22,10 @@
 #include <set>
 #include <unordered_map>
 #include <vector>
+
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
 
 namespace lowtide {
 
@@ -128,24 +133,26 @@ class Pages {
     return map_fresh(n);
   }
 
-  // See Note [Holes]. Returns where the pages are now, or nullptr: they could not be moved and are where they were.
-  char* detach(char* start, int64_t n) {
+  // See Note [Holes]. Returns where the pages are now, for reading and writing, or nullptr: they could not be moved and are
+  // where they were.
+  char* detach(char* start, int64_t n, bool writable) {
     char* elsewhere = reserve(n, start);
     if (!elsewhere) return nullptr;
-    if (!relocate(start, n, elsewhere)) {
-      munmap(elsewhere, n);
-      return nullptr;
+    // Without access first: nobody may see the empty pages that are left behind.
+    if (mprotect(start, n, PROT_NONE) == 0 && relocate(start, n, elsewhere, MREMAP_DONTUNMAP)) {
+      // What is left behind is a hole already; a fresh one costs the kernel nothing.
+      mmap(start, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+      if (mprotect(elsewhere, n, PROT_READ | PROT_WRITE) == 0) return elsewhere;
+      if (!relocate(elsewhere, n, start, MREMAP_DONTUNMAP)) std::abort();
     }
-    if (mmap(start, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED) {
-      relocate(elsewhere, n, start);  // the addresses must stay ours
-      return nullptr;
-    }
-    return elsewhere;
+    unmap_hole(elsewhere, n);
+    if (mprotect(start, n, writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) std::abort();
+    return nullptr;
   }
 
   // See Note [Holes]. False: the pages are still at `elsewhere`, and the hole is one.
   bool attach(char* elsewhere, int64_t n, char* start) {
-    return relocate(elsewhere, n, start);
+    return relocate(elsewhere, n, start, 0);
   }
 
   void unmap_hole(char* start, int64_t n) {
@@ -175,30 +182,30 @@ class Pages {
   }
 
   // Move whole mappings (mremap may refuse to cross a seam); on failure everything is where it was.
-  bool relocate(char* from, int64_t n, char* to) {
-    int64_t moved = 0;
-    while (moved < n) {
-      auto seam = seams_.upper_bound(from + moved);
-      char* stop = seam == seams_.end() ? from + n : std::min(*seam, from + n);
-      int64_t bytes = stop - (from + moved);
-      if (mremap(from + moved, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to + moved) == MAP_FAILED) break;
-      seams_.insert(to + moved);
-      moved += bytes;
-    }
+  bool relocate(char* from, int64_t n, char* to, int flags) {
+    int64_t moved = move_mappings(from, n, to, flags);
     if (moved == n) {
       drop_seams(from, n);
       seams_.insert(to + n);
       return true;
     }
-    for (int64_t back = 0; back < moved;) {
-      auto seam = seams_.upper_bound(to + back);
-      int64_t bytes = std::min(seam == seams_.end() ? to + moved : *seam, to + moved) - (to + back);
-      // The way back needs no more mappings than there were: if even that fails, memory is lost, and nobody may go on.
-      if (mremap(to + back, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, from + back) == MAP_FAILED) std::abort();
-      back += bytes;
-    }
-    mmap(to, moved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    // The way back needs no more mappings than there were: if even that fails, memory is lost, and nobody may go on.
+    if (move_mappings(to, moved, from, MREMAP_DONTUNMAP) != moved) std::abort();
     return false;
+  }
+
+  // Returns how many bytes could be moved.
+  int64_t move_mappings(char* from, int64_t n, char* to, int flags) {
+    int64_t moved = 0;
+    while (moved < n) {
+      auto seam = seams_.upper_bound(from + moved);
+      char* stop = seam == seams_.end() ? from + n : std::min(*seam, from + n);
+      int64_t bytes = stop - (from + moved);
+      if (mremap(from + moved, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | flags, to + moved) == MAP_FAILED) break;
+      seams_.insert(to + moved);
+      moved += bytes;
+    }
+    return moved;
   }
 
   void keep(char* start, int64_t length) {

@@ -33,7 +33,9 @@ struct Range {
   bool foreign = false;     // another allocator's memory, taken over: its addresses are not ours to give up
   bool leave_asked = false; // the plan wants it away, to `leave_tier`, as soon as nobody uses it
   bool stuck = false;       // a write of it failed, or its pages cannot be moved: it stays (R4)
-  bool lost = false;        // its bytes could not be read back
+  bool crowded_out = false; // its tier was full: it stays until a slot comes free
+  bool summed = false;      // `checksum` is that of its slot
+  int lost = 0;             // why its bytes could not be read back, or 0
   int32_t leave_tier = 0;
   int pins = 0;             // operators that use it now, and those it was lent to
   int64_t last_touch = 0;   // by the clock of touches

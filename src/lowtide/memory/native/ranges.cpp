@@ -213,6 +213,7 @@ bool Ranges::prefetch(Range* range) {
 }
 
 bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bool with_gil) {
+  if (in_forked_child()) return bring_in_child_waiting(range, guard);
   int64_t serial = range->serial, began_ns = 0;
   bool here = false;
   while (range->serial == serial) {
@@ -233,9 +234,10 @@ bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bo
       // See Note [Who may wait].
       if (!room && counted.leaving == 0 && counted.arriving == 0) {
         note_refusal(range->bytes);
+        note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
+        if (with_gil) break;  // whoever asks has not begun: the next allocation is refused
         room = pages().take_beyond_budget(range->bytes);
         counted.beyond += range->bytes;
-        note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
       }
       if (room) {
         begin_read(range, room, true);
@@ -284,9 +286,16 @@ void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
     if (is_shared(forks))
       buried_.push_back({slot, bytes, forks});
     else
-      tiers[slot.tier].extents.give(slot.offset, bytes);
+      give_extent(slot, bytes);
   }
   slot = Slot{slot.tier, -1};
+}
+
+void Ranges::give_extent(const Slot& slot, int64_t bytes) {
+  tiers[slot.tier].extents.give(slot.offset, bytes);
+  if (!crowded_) return;
+  crowded_ = false;
+  for (Range* range : by_age_) range->crowded_out = false;
 }
 
 // See Note [Children].
@@ -307,13 +316,14 @@ void Ranges::bury_children() {
     if (is_shared(buried.forks))
       kept.push_back(buried);
     else
-      tiers[buried.slot.tier].extents.give(buried.slot.offset, buried.bytes);
+      give_extent(buried.slot, buried.bytes);
   }
   buried_ = std::move(kept);
 }
 
 bool Ranges::leave(Range* range, int32_t tier) {
-  if (!may_leave(range) || stopping_ || tier >= static_cast<int32_t>(tiers.size())) return false;
+  if (!may_leave(range) || ending_ || !running()) return false;
+  if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
   bool clean = !range->dirty && range->slot.offset >= 0;
   if (!clean) {
     bury_children();
@@ -322,19 +332,17 @@ bool Ranges::leave(Range* range, int32_t tier) {
     if (range->slot.offset < 0) {
       range->slot = Slot{tier, tiers[tier].extents.take(range->bytes)};
       if (range->slot.offset < 0) {
-        range->stuck = true;
+        range->crowded_out = crowded_ = true;
         failed_write_ = {ENOSPC, true, range->bytes, tier};
         return false;
       }
     }
   }
-  bool writable = range->writable;
-  char* away = pages().detach(range->start, range->bytes);
+  char* away = pages().detach(range->start, range->bytes, range->writable);
   if (!away) {
     range->stuck = true;
     return false;
   }
-  if (!writable) mprotect(away, range->bytes, PROT_READ | PROT_WRITE);
   range->writable = true;
   bool log = logging.load(std::memory_order_relaxed);
   if (log) log_event(Event::kLeft, range->serial, range->bytes, clean ? 0 : 1);
@@ -346,6 +354,7 @@ bool Ranges::leave(Range* range, int32_t tier) {
     return true;
   }
   range->slot_forks = forks_;
+  range->summed = false;
   auto* transfer = new Transfer{range, true, away, range->bytes, range->slot, forks_};
   range->transfer = transfer;
   range->place = Place::kLeaving;
@@ -386,7 +395,7 @@ int64_t Ranges::make_room(int64_t need, bool at_fault) {
     int64_t bytes = range->bytes;
     if (leave(range, schedule().tier_of(range)))
       coming += bytes;
-    else if (!range->stuck)
+    else if (may_leave(range))
       break;  // the end is near: nothing leaves any more
   }
   return coming;
@@ -399,15 +408,18 @@ void Ranges::shrink(int64_t excess) {
     int64_t bytes = range->bytes;
     if (leave(range, schedule().tier_of(range)))
       coming += bytes;
-    else if (!range->stuck)
+    else if (may_leave(range))
       return;
   }
 }
 
 void Ranges::fill_lost(Range* range) {
+  pages().trim_for(range->bytes);
   char* room = pages().take_beyond_budget(range->bytes);
   if (!room) std::abort();
   count_live(range->bytes);
+  note_trouble({range->lost, false, range->bytes, range->slot.tier});
+  range->lost = 0;
   range->dirty = range->writable = true;
   settle(range, room);
 }
@@ -433,13 +445,13 @@ void Ranges::work() {
     if (transfer->issued == transfer->bytes) queue.pop_front();
     bool skip = transfer->error != 0 || transfer->cancelled || transfer->recalled;
     char* data = transfer->data;
-    ++transferring_;
-    auto begun = meter.begin(transfer->write);
     const Tier& tier = tiers[transfer->slot.tier];
+    if (!tier.call) ++transferring_;  // see Note [Fork]
+    auto begun = meter.begin(transfer->write);
     guard.unlock();
     int error = skip ? 0 : tier.move(transfer->write, data + at, n, transfer->slot.offset + at);
     guard.lock();
-    --transferring_;
+    if (!tier.call) --transferring_;
     meter.end(transfer->write, begun, n, static_cast<double>(n) / static_cast<double>(transfer->bytes));
     idle_.notify_all();
     if (error && !transfer->error) transfer->error = error;
@@ -457,10 +469,12 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
     --transferring_;
     idle_.notify_all();
     if (Range* range = transfer->range) {
-      if (transfer->write)
+      if (transfer->write) {
         range->checksum = sum;
-      else if (sum != range->checksum)
+        range->summed = true;
+      } else if (range->summed && sum != range->checksum) {
         transfer->error = kCorrupted;
+      }
     }
   }
   int64_t bytes = transfer->bytes;
@@ -514,7 +528,7 @@ void Ranges::finish_read(Transfer* transfer) {
   counted.arriving -= transfer->bytes;
   if (transfer->error) {
     note_trouble({transfer->error, false, transfer->bytes, transfer->slot.tier});
-    range->lost = true;
+    range->lost = transfer->error;
     range->place = Place::kAway;
     counters.live -= range->bytes;
     pages().keep_merged(transfer->data, transfer->bytes);
@@ -522,8 +536,7 @@ void Ranges::finish_read(Transfer* transfer) {
   }
   counted.read += transfer->bytes;
   tiers[transfer->slot.tier].read_bytes += transfer->bytes;
-  if (range->tracked) {
-    mprotect(transfer->data, transfer->bytes, PROT_READ);
+  if (range->tracked && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
     range->writable = false;
     range->dirty = false;
   } else {
@@ -541,10 +554,11 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   auto first = static_cast<int32_t>(tiers.size());
   for (Tier& tier : below) tiers.push_back(std::move(tier));
-  stopping_ = false;
+  home_tier = first;
+  ending_ = stopping_ = false;
   counted.written = counted.read = counted.released = counted.faults = counted.write_faults = 0;
   counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
-  meter = Meter{};
+  meter.forget();
   forget_trouble();
   unstick();
   while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this] { work(); });
@@ -552,19 +566,20 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
 }
 
 void Ranges::unstick() {
-  for (Range* range : by_age_) range->stuck = false;
+  for (Range* range : by_age_) range->stuck = range->crowded_out = false;
 }
 
 int Ranges::stop_waiting(bool bring_back) {
   int error = 0;
   std::unique_lock<std::mutex> guard(pages().mutex);
+  ending_ = true;  // first: what came back must not leave again while the rest is read
   std::vector<std::pair<Range*, int64_t>> all;
   for (Range* range : by_age_) all.emplace_back(range, range->serial);
   for (auto [range, serial] : all) {
     if (range->serial != serial || range->place == Place::kHere) continue;
     // What leaves is called back at no price; what is away is read where somebody may ask for it.
     if (range->place == Place::kLeaving || bring_back) bring_waiting(range, guard, false);
-    if (range->serial == serial && range->lost && !error) error = trouble_.code ? trouble_.code : EIO;
+    if (range->serial == serial && range->lost && !error) error = range->lost;
   }
   stopping_ = true;
   queued_.notify_all();
@@ -576,7 +591,7 @@ int Ranges::stop_waiting(bool bring_back) {
     range->leave_asked = false;
     range->slot = Slot{};
     range->dirty = true;
-    if (range->place == Place::kAway) range->lost = true;
+    if (range->place == Place::kAway && !range->lost) range->lost = kLost;
     if (range->place == Place::kHere && !range->writable) make_writable(range);
   }
   tiers.clear();
@@ -587,12 +602,12 @@ int Ranges::stop_waiting(bool bring_back) {
 }
 
 // Note [Fork]: a direct read that is under way while the process forks may lose its bytes to copy-on-write (open(2)), so a
-// fork waits for the chunks in flight. A medium in Python is not waited for: its thread may need the GIL that we hold.
+// fork waits for the chunks of files in flight. A medium in Python is not waited for: its thread may need the GIL that we
+// hold.
 void Ranges::pause_for_fork() {
   std::unique_lock<std::mutex> guard(pages().mutex);
   forking_ = true;
-  bool python = std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; });
-  if (!python) idle_.wait(guard, [&] { return transferring_ == 0; });
+  idle_.wait(guard, [&] { return transferring_ == 0; });
   if (running() && pipe2(fork_pipe_, O_CLOEXEC | O_NONBLOCK) != 0) fork_pipe_[0] = fork_pipe_[1] = -1;
 }
 
@@ -607,42 +622,65 @@ void Ranges::resume_after_fork() {
   queued_.notify_all();
 }
 
-// A child has none of our threads, and must not notify conditions on which they waited: glibc would wait for them to leave.
-// What was on its way is where it was: pages that leave are still ours, and what arrives is on its tier.
+// A child has none of our threads. Its conditions are made anew: glibc would wait for their waiters, who are not here, to
+// leave. What was on its way is where it was: pages that leave are still ours, and what arrives is on its tier.
 void Ranges::abandon_in_child() {
   std::lock_guard<std::mutex> guard(pages().mutex);
   if (fork_pipe_[0] >= 0) close(fork_pipe_[0]);  // the other end stays open as long as this process lives
   fork_pipe_[0] = -1;
   forking_ = false;
   waiting_ = 0;
+  for (std::condition_variable* condition : {&changed, &queued_, &idle_}) new (condition) std::condition_variable;
   for (auto& thread : threads_) thread.detach();
   threads_.clear();
   reads_.clear();
   writes_.clear();
   transferring_ = 0;
+  schedule().abandon_step();
+  schedule().clear();
+  for (const Child& child : children_) close(child.pipe);
+  children_.clear();
+  buried_.clear();
+  inherited_ = static_cast<int32_t>(tiers.size());
   for (Range* range : by_age_) {
+    range->leave_asked = false;
     Transfer* transfer = range->transfer;
     if (!transfer) continue;
     range->transfer = nullptr;
     if (transfer->write) {
-      if (!pages().attach(transfer->data, range->bytes, range->start)) std::abort();
-      range->place = Place::kHere;
+      range->slot = Slot{range->slot.tier, -1};
       range->writable = range->dirty = true;
+      settle(range, transfer->data);
     } else {
       range->place = Place::kAway;
+      counters.live -= range->bytes;
+      pages().keep_merged(transfer->data, range->bytes);
     }
   }
+  counted.leaving = counted.arriving = 0;
 }
 
-bool Ranges::bring_in_child(Range* range) {
-  if (range->place != Place::kAway) return true;
+bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard) {
+  int64_t serial = range->serial;
+  if (range->place == Place::kHere) return true;
   if (range->slot.tier >= static_cast<int32_t>(tiers.size())) return false;
   char* room = pages().take_beyond_budget(range->bytes);
   if (!room) return false;
-  if (tiers[range->slot.tier].move(false, room, range->bytes, range->slot.offset) != 0) return false;
-  if (!pages().attach(room, range->bytes, range->start)) return false;
-  range->place = Place::kHere;
+  int64_t bytes = range->bytes;
+  Slot slot = range->slot;
+  const Tier& tier = tiers[slot.tier];
+  guard.unlock();  // a medium in Python takes the GIL, and another thread of the child may have it
+  bool whole = tier.move(false, room, bytes, slot.offset) == 0;
+  bool same = whole && (!range->summed || checksum_of(room, bytes) == range->checksum);
+  guard.lock();
+  bool wanted = range->serial == serial && range->place != Place::kHere;
+  if (!wanted || !same) {
+    pages().keep_merged(room, bytes);
+    return range->serial == serial && range->place == Place::kHere;
+  }
+  count_live(bytes);
   range->writable = range->dirty = true;
+  settle(range, room);
   return true;
 }
 

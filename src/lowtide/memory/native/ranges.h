@@ -4,7 +4,8 @@
 // Note [Who may wait]: operators (touch), faults and allocations wait for transfers, without the GIL, on `changed`. The
 // threads that transfer never wait for any of them. An operator pins its operands and what it allocates until it ends, so
 // nothing it uses can leave; if what is pinned alone passes the budget, waiting would never end: the allocation is refused,
-// and an operand that must come back anyway comes back beyond the budget, which is counted and raised as an error (R2, R3).
+// an operand stays away and the operator's first allocation is refused for it. Only a fault cannot be refused: its range
+// comes back beyond the budget, which is counted and raised as an error as soon as that is possible (R2, R3).
 //
 // Note [Leaving]: a range's pages are detached before they are written, so the bytes that go out are those of one instant
 // and nobody can change them meanwhile. Whoever touches the range before the write has landed gets the pages back at
@@ -16,7 +17,7 @@
 //
 // Note [Children]: a forked child serves its faults from the slots that existed at the fork, through the descriptors it
 // inherited. While it lives, those slots are neither written again nor given to others. It holds one end of a pipe; when
-// that is closed, the child is gone.
+// that is closed, the child is gone. The child never writes to a tier of its parent's; it may start tiers of its own.
 #pragma once
 #include "meter.h"
 #include "pages.h"
@@ -76,6 +77,7 @@ class Ranges {
   int64_t least_bytes = kLarge;  // smaller ranges never leave
   bool announcing = true;        // operators bring their operands back before they run; else faults do
   int64_t clock = 0;             // counts touches
+  int32_t home_tier = 0;         // where ranges leave to that no plan sends elsewhere
 
   // ---- blocks come and go ----
 
@@ -128,7 +130,8 @@ class Ranges {
   bool may_leave(const Range* range) const {
     // Of another allocator's block only the whole pages are ours: a little less than it.
     int64_t least = range->foreign ? least_bytes / 2 : least_bytes;
-    return range->place == Place::kHere && range->pins == 0 && !range->stuck && range->bytes >= least;
+    return range->place == Place::kHere && range->pins == 0 && !range->stuck && !range->crowded_out &&
+        range->bytes >= least;
   }
 
   // ---- the whole ----
@@ -145,8 +148,12 @@ class Ranges {
   void pause_for_fork();
   void resume_after_fork();
   void abandon_in_child();
-  // In a forked child, which has no threads: bring a range back on this one.
-  bool bring_in_child(Range* range);
+  // Give slots back that only children needed who are gone.
+  void bury_children();
+  // Whether a medium is written in Python: whoever waits for it must not hold the GIL.
+  bool needs_gil() const {
+    return std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; });
+  }
 
   // Whether there is trouble that the next allocation has to raise: a read that failed, or memory beyond the budget.
   std::atomic<bool> troubled{false};
@@ -182,13 +189,15 @@ class Ranges {
   // Give a leaving range its pages back. False: somebody still reads them; they come back when that ends.
   bool call_back(Range* range);
   void settle(Range* range, char* pages);
+  // In a forked child, which has no threads: bring a range back on this one.
+  bool bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard);
   void forget(Range* range);
   void progress();
   void begin_read(Range* range, char* pages, bool urgent);
   void hurry(Transfer* transfer);
   void give_slot(Slot& slot, int64_t bytes, int64_t forks);
+  void give_extent(const Slot& slot, int64_t bytes);
   bool is_shared(int64_t forks);
-  void bury_children();
   void keep_pages(char* pages, int64_t bytes, bool writable);
   Range* victim(bool at_fault) const;
   void work();
@@ -222,7 +231,11 @@ class Ranges {
   int transferring_ = 0;
   int waiting_ = 0;
   uint64_t epoch_ = 0;  // counts what may let those who wait go on
-  bool forking_ = false, stopping_ = false;
+  bool forking_ = false;
+  bool crowded_ = false;   // a tier was full since a slot came free last
+  bool ending_ = false;    // nothing leaves any more
+  bool stopping_ = false;  // and nothing is read
+  int32_t inherited_ = 0;  // tiers of the process that this one was forked from
 };
 
 // Never destroyed: blocks may be freed while the process exits.

@@ -117,7 +117,10 @@ void Schedule::do_actions() {
     if (!range) continue;
     if (action.kind == Action::kFetch) {
       if (!all.prefetch(range)) deferred_.push_back(action.storage);
-    } else if (range->pins > 0 || range->place == Place::kArriving) {
+      continue;
+    }
+    std::erase(deferred_, action.storage);
+    if (range->pins > 0 || range->place == Place::kArriving) {
       range->leave_asked = true;
       range->leave_tier = action.tier;
     } else {

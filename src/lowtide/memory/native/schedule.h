@@ -50,7 +50,7 @@ class Schedule {
   // The operator, counted on from now, that will use a range next.
   int64_t next_use(const Range* range) const;
   int32_t tier_of(const Range* range) const {
-    return plan_ && range->storage >= 0 ? plan_->tier[range->storage] : 0;
+    return plan_ && range->storage >= 0 ? plan_->tier[range->storage] : ranges().home_tier;
   }
   int64_t operators() const {
     return cursor_ + 1;

@@ -81,6 +81,11 @@ int lt_ranges_start(int64_t least, int verify, int threads) {
   return ranges().start(std::move(tiers), threads);
 }
 
+// Serve faults before anybody who has come to handle them since.
+void lt_catch_faults() {
+  catch_faults();
+}
+
 // Bring back what is away, if so asked, and let nothing leave any more. Returns an errno for what is lost, or 0.
 int lt_ranges_stop(int bring_back) {
   WithoutGil released;
@@ -97,11 +102,13 @@ void lt_announce(int on) {
   ranges().announcing = on != 0;
 }
 
-// Take over the memory behind a tensor that PyTorch's own allocator made. Returns its whole pages' bytes, 0 if it stays.
+// Take over the memory behind a tensor that PyTorch's own allocator made. Returns its whole pages' bytes, 0 if it stays;
+// memory that was taken over before is ours already.
 int64_t lt_adopt(c10::TensorImpl* tensor) {
   if (!tensor->has_storage()) return 0;
   c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   const c10::DataPtr& data = storage->data_ptr();
+  if (data.get_deleter() == &delete_adopted) return static_cast<Adopted*>(data.get_context())->range->bytes;
   if (!storage->data() || data.get() != data.get_context()) return 0;
   if (data.get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter()) return 0;
   std::lock_guard<std::mutex> guard(pages().mutex);
@@ -208,6 +215,7 @@ void lt_range_counters(int64_t* out) {
 // Bytes written to and read from a tier.
 void lt_tier_counters(int tier, int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().bury_children();
   out[0] = ranges().tiers.at(tier).written_bytes;
   out[1] = ranges().tiers.at(tier).read_bytes;
   out[2] = ranges().tiers.at(tier).extents.used();
@@ -265,6 +273,7 @@ int64_t lt_plan_add(
 }
 
 void lt_step_begin(int64_t plan) {
+  catch_faults();  // somebody may have come after us
   std::lock_guard<std::mutex> guard(pages().mutex);
   schedule().begin_step(plan);
 }
