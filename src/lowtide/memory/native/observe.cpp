@@ -222,8 +222,8 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   for (const Operand& operand : single)
     if (operand.range->place == Place::kAway) all.prefetch(operand.range);  // all of them at once, where there is room
   for (const Operand& operand : single) {
-    if (operand.range->place != Place::kHere) all.bring_waiting(operand.range, guard, true);
-    if (operand.range->serial == operand.serial) all.touch(operand.range, operand.writes);
+    bool here = operand.range->place == Place::kHere || all.bring_waiting(operand.range, guard, true);
+    if (here && operand.range->serial == operand.serial) all.touch(operand.range, operand.writes);
   }
 }
 
