@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -50,6 +51,7 @@ class Recorder:
         self._backend = backend
         self._models = models
         self._optimizers = list(optimizers)
+        self._found: list[weakref.ref[torch.nn.Module]] = []
         self._static_bytes = 0
         self._handles: list[RemovableHandle] = []
         self._path: list[str] = []
@@ -59,6 +61,14 @@ class Recorder:
         """Take one more optimizer's tensors into account."""
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
+
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        """Give the layers of models that were found later their names; they live as long as the program wants."""
+        known = {id(model) for model in self._all_models()}
+        self._found += [weakref.ref(model) for model in models if id(model) not in known]
+
+    def _all_models(self) -> list[torch.nn.Module]:
+        return [*self._models, *(model for found in self._found if (model := found()) is not None)]
 
     def start(self) -> None:
         """Log from here on."""
@@ -84,7 +94,7 @@ class Recorder:
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
             kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
-            model=type(self._models[0]).__name__ if self._models else "",
+            model=type(models[0]).__name__ if (models := self._all_models()) else "",
             torch_version=torch.__version__,
         )
         trace = replace(recorded.trace, device=self._backend.device.type)
@@ -104,7 +114,7 @@ class Recorder:
 
     def _name_modules(self) -> None:
         self._path.clear()
-        for model in self._models:
+        for model in self._all_models():
             if any(hasattr(module, "_orig_mod") for module in model.modules()):
                 continue  # hooks would make torch.compile compile it again
             for name, module in model.named_modules():
@@ -133,7 +143,7 @@ class Recorder:
                 if tensor.device == self._backend.device and tensor.layout is torch.strided:
                     kinds.setdefault(self._backend.serial_of(tensor), kind)
 
-        for model in self._models:
+        for model in self._all_models():
             note(model.parameters(), Kind.PARAM)
             note(model.buffers(), Kind.BUFFER)
             note((parameter.grad for parameter in model.parameters()), Kind.GRAD)
