@@ -10,17 +10,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import lowtide
-import lowtide.execute.device_tide as runtime
+import lowtide.execute.tide.device as runtime
 from benchmarks.agreement import MODELS, Case
 from lowtide import registry, zoo
 from lowtide.capture.builder import Recorded
+from lowtide.capture.recorder import Recorder
 from lowtide.core.plan import Problem
 from lowtide.errors import LowtideError
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.predict import with_durations
 from lowtide.estimate.traffic import Traffic, link_seen
-from lowtide.execute.recorder import Recorder
-from lowtide.execute.tide import Tide
+from lowtide.execute.tide.tide import Tide
 from lowtide.simulate import simulate
 
 

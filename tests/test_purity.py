@@ -11,9 +11,18 @@ import lowtide.core
 import lowtide.estimate
 import lowtide.plan
 import lowtide.report
+import lowtide.residency
 import lowtide.simulate
 
-PURE_PACKAGES = (lowtide.codecs, lowtide.core, lowtide.estimate, lowtide.plan, lowtide.report, lowtide.simulate)
+PURE_PACKAGES = (
+    lowtide.codecs,
+    lowtide.core,
+    lowtide.estimate,
+    lowtide.plan,
+    lowtide.report,
+    lowtide.residency,
+    lowtide.simulate,
+)
 PURE_MODULES = (
     "lowtide",
     "lowtide.errors",
@@ -21,9 +30,7 @@ PURE_MODULES = (
     "lowtide.capture.builder",
     "lowtide.capture.dtr",
     "lowtide.cli",
-    "lowtide.execute.events",
-    "lowtide.execute.residency",
-    "lowtide.execute.steps",
+    "lowtide.execute.step.matcher",
     "lowtide.memory.budget",
     "lowtide.testing.codecs",
     "lowtide.testing.stores",

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError, SpillFull
 
 if TYPE_CHECKING:
-    from lowtide.execute.fit import fit
-    from lowtide.execute.tide import Tide
+    from lowtide.execute.tide.fit import fit
+    from lowtide.execute.tide.tide import Tide
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # torch takes a second to import: the command line and the planner do without it.
     if name in ("Tide", "fit"):
-        from lowtide.execute import fit
+        from lowtide.execute.tide import fit
 
         return getattr(fit, name)
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

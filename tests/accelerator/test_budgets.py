@@ -16,7 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import BadArgument, BudgetTooSmall
-from lowtide.execute.accelerator import AcceleratorBackend
+from lowtide.execute.backends.accelerator.backend import AcceleratorBackend
 from lowtide.memory.budget import Budgets, names_accelerator, parse_device_budget
 from lowtide.tiers.file import FileMedium
 from tests.accelerator.devices import CAPACITY_BYTES, NAME, shake

@@ -11,7 +11,7 @@ from torch import nn
 import lowtide
 from lowtide.capture import capture_step
 from lowtide.core.trace import Kind, Phase, Trace
-from lowtide.execute.steps import StepPlan
+from lowtide.residency.schedule import StepPlan
 from tests.accelerator.devices import IS_EMULATED, shake
 from tests.accelerator.training import MIB, tight_bytes
 

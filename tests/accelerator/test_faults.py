@@ -155,8 +155,8 @@ def test_a_saved_tensor_that_is_changed_in_place_raises_as_in_stock(device: torc
 
 
 def test_a_pack_is_closed_without_waiting_for_the_lock(device: torch.device, tmp_path: Path) -> None:
-    from lowtide.execute.accelerator import AcceleratorBackend
-    from lowtide.execute.events import Gone
+    from lowtide.execute.backends.accelerator.backend import AcceleratorBackend
+    from lowtide.residency.events import Gone
 
     backend = AcceleratorBackend(FileMedium([tmp_path]), device=device, host_bytes=4 * MIB)
     packed = backend.pack(torch.ones(1000, device=device))

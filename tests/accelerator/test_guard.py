@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import lowtide.emulator
-from lowtide.execute.accelerator_guard import Guard
-from lowtide.execute.accelerator_memory import DeviceMemory
-from lowtide.execute.refusals import concerns
+from lowtide.execute.backends.accelerator.guard import Guard
+from lowtide.execute.backends.accelerator.memory import DeviceMemory
+from lowtide.execute.backends.oom_messages import concerns
 from tests.accelerator.devices import IS_EMULATED
 
 MIB = 1 << 20
@@ -152,7 +152,7 @@ def test_an_operator_that_changes_its_argument_is_not_run_again(device: torch.de
         x.add_(1)
         raise torch.OutOfMemoryError("Tried to allocate 5.00 MiB")
 
-    from lowtide.execute.accelerator_guard import _traits
+    from lowtide.execute.backends.accelerator.guard import _traits
 
     with pytest.raises(torch.OutOfMemoryError, match="lacks 5242880"):
         guard._run(_traits(torch.ops.aten.add_.Tensor), fails_half_way, (x, 1), {}, [x])

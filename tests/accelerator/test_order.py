@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.execute import accelerator_order as order
-from lowtide.execute.accelerator import AcceleratorBackend
+from lowtide.execute.backends.accelerator import order as order
+from lowtide.execute.backends.accelerator.backend import AcceleratorBackend
 from lowtide.tiers.file import FileMedium
 from tests.accelerator import harness
 from tests.accelerator.devices import IS_EMULATED, device, races, shake

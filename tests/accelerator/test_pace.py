@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.execute.accelerator_order import on_stream
-from lowtide.execute.accelerator_pace import RunAhead, StreamTimes
+from lowtide.execute.backends.accelerator.order import on_stream
+from lowtide.execute.backends.accelerator.pace import RunAhead, StreamTimes
 from tests.accelerator.devices import IS_EMULATED, shake
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="only the emulator can be told to be slow")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BadArgument
-from lowtide.execute.accelerator_pool import PAGE_BYTES, PinnedPool, Slot
+from lowtide.execute.backends.accelerator.pool import PAGE_BYTES, PinnedPool, Slot
 
 PAGE = PAGE_BYTES
 

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import lowtide
 from lowtide.errors import SpillCorrupted, SpillError
-from lowtide.execute.accelerator_records import same_version
-from lowtide.execute.accelerator_remakes import Serials
-from lowtide.execute.rerun import Rerun
-from lowtide.execute.script import stepping
-from lowtide.execute.tide import Tide
+from lowtide.execute.backends.accelerator.records import same_version
+from lowtide.execute.backends.accelerator.remakes import Serials
+from lowtide.execute.recompute.rerun import Rerun
+from lowtide.execute.tide.script import stepping
+from lowtide.execute.tide.tide import Tide
 from tests.accelerator.devices import races, shake
 from tests.bitwise.drop_all import DropAll
-from tests.execute.test_remaking import (
+from tests.execute.recompute.test_remaking import (
     CHANGES,
     ChangesWhatItSaved,
     Step,

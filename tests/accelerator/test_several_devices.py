@@ -18,10 +18,10 @@ import lowtide
 from lowtide.capture import capture_step
 from lowtide.core.trace import Phase
 from lowtide.errors import BadArgument, BudgetTooSmall
-from lowtide.execute.accelerator_guard import Guard
-from lowtide.execute.accelerator_memory import DeviceMemory
-from lowtide.execute.accelerator_order import on_stream
-from lowtide.execute.script import run_script
+from lowtide.execute.backends.accelerator.guard import Guard
+from lowtide.execute.backends.accelerator.memory import DeviceMemory
+from lowtide.execute.backends.accelerator.order import on_stream
+from lowtide.execute.tide.script import run_script
 from lowtide.plan.policy import Policy
 from tests.accelerator.devices import IS_EMULATED, NAME, races, shake
 from tests.accelerator.split import BOTH, FIRST, SECOND, Outcome, batch, build, managed, needs, stock, tight, train

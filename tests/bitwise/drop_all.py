@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import inf
 
 from lowtide.core.plan import Plan, Problem, Swap
-from lowtide.plan.choose import candidates
+from lowtide.plan.auto.choose import candidates
+from lowtide.plan.auto.mix import Dropping
 from lowtide.plan.compose import compose
-from lowtide.plan.drop import Dropping
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import View, until_covered
-from lowtide.plan.sweep import Sweep
 
 
 class DropAll:

@@ -21,7 +21,7 @@ from lowtide.capture.flops import CountFlops, with_flops
 from lowtide.core.trace import Kind, Phase, Save, Trace
 from lowtide.errors import BadArgument
 from lowtide.estimate import machine
-from lowtide.execute.fit import open_tide
+from lowtide.execute.tide.fit import open_tide
 from tests.zoo.sizes import SMALL
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -60,7 +60,7 @@ def raised_through(frames: list[str]) -> list[str]:
 CLI = str(output._PACKAGE / "cli" / "run.py")
 RUNPY = "<frozen runpy>"
 RUNTIME = str(output._PACKAGE / "execute" / "runtime.py")
-HOOKS = str(output._PACKAGE / "execute" / "hooks.py")
+HOOKS = str(output._PACKAGE / "execute" / "step" / "saved.py")
 DEMO = str(output._PACKAGE / "cli" / "demo_train.py")
 
 

@@ -41,9 +41,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put a function in the place of run_script."""
 
     def put(run_script: Callable[..., dict[str, Any]]) -> None:
-        module = types.ModuleType("lowtide.execute.script")
+        module = types.ModuleType("lowtide.execute.tide.script")
         module.run_script = run_script  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "lowtide.execute.script", module)
+        monkeypatch.setitem(sys.modules, "lowtide.execute.tide.script", module)
 
     return put
 

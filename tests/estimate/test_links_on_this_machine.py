@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowtide.estimate.loggp import fit_error, fit_line
-from lowtide.estimate.overlap import Stage, best_chunks, pipeline_s
+from lowtide.estimate.predictors.loggp import fit_error, fit_line
+from lowtide.estimate.predictors.overlap import Stage, best_chunks, pipeline_s
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.wrappers import Latency, Throttle

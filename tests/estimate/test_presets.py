@@ -10,8 +10,8 @@ from lowtide.core.plan import Problem
 from lowtide.core.serialize import dumps, loads
 from lowtide.errors import BadArgument
 from lowtide.estimate import PRESETS, machine
-from lowtide.estimate.loggp import fit_error, fit_line
 from lowtide.estimate.machine_table import markdown
+from lowtide.estimate.predictors.loggp import fit_error, fit_line
 
 PAGE = Path(__file__).parents[2] / "docs" / "machines.md"
 every_preset = pytest.mark.parametrize("name", PRESETS)

@@ -301,7 +301,7 @@ IDLE = """
     import torch
     torch.set_num_threads(1)
     from lowtide.memory.native import load
-    import lowtide.execute.script
+    import lowtide.execute.tide.script
     load()
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)  # which imports a compiler: some 60 MB

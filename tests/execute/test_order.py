@@ -28,9 +28,9 @@ import lowtide
 from lowtide import registry
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
-from lowtide.execute import events as e
-from lowtide.execute import steps
-from lowtide.execute.residency import Residence, Residency
+from lowtide.residency import events as e
+from lowtide.residency import schedule as steps
+from lowtide.residency.machine import Residence, Residency
 from lowtide.simulate import simulate
 from tests import models
 from tests.execute.training import Need, Training, need

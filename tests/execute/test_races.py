@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.execute.backend import AskedByAllocator, Packed
-from lowtide.execute.events import Event, ReadFailed, Sole, Written
-from lowtide.execute.residency import Residence
-from lowtide.execute.runtime import Runtime
+from lowtide.execute.backends.protocol import AskedByAllocator, Packed
+from lowtide.execute.step.runtime import Runtime
 from lowtide.memory.native import Native, load
 from lowtide.plan.policies.lru import Lru
+from lowtide.residency.events import Event, ReadFailed, Sole, Written
+from lowtide.residency.machine import Residence
 from lowtide.tiers import FileMedium, Latency
 from tests import models
 from tests.execute.training import Need, Training, digest, need, records

@@ -11,8 +11,8 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument, BudgetTooSmall
-from lowtide.plan.layers import relu_results
 from lowtide.plan.policy import View
+from lowtide.plan.views.layers import relu_results
 from lowtide.report import budget_of, problem_of, settle
 from lowtide.report.case import FEEDBACK_STEPS, Encoding
 from lowtide.simulate import Codec

@@ -13,13 +13,13 @@ from lowtide.core.timeline import Lane, Timeline
 from lowtide.core.trace import Gap, Kind, Save, Storage
 from lowtide.core.trace import Phase as Training
 from lowtide.errors import BudgetTooSmall
-from lowtide.plan.lineage import Lineage
+from lowtide.plan.costs.sweep import Sweep, predict
 from lowtide.plan.policies.auto import Auto
 from lowtide.plan.policies.belady import Belady
 from lowtide.plan.policies.keep_all import KeepAll
 from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.plan.policy import Policy
-from lowtide.plan.sweep import Sweep, predict
+from lowtide.plan.views.lineage import Lineage
 from lowtide.simulate import simulate
 from lowtide.testing.policies import FAST
 from lowtide.testing.traces import Step, machine_of, make_trace, problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowtide.execute.events import (
+from lowtide.residency.events import (
     Discard,
     Drop,
     Forget,
@@ -20,7 +20,7 @@ from lowtide.execute.events import (
     Write,
     Written,
 )
-from lowtide.execute.residency import Residence, Residency
+from lowtide.residency.machine import Residence, Residency
 
 
 def all_of_them(machine: Residency, need_bytes: int) -> Iterator[int]:

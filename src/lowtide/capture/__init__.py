@@ -17,7 +17,7 @@ from lowtide.errors import BadArgument
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.execute.tide import Tide
+    from lowtide.execute.tide.tide import Tide
 
 __all__ = ["Training", "capture_model", "capture_script", "capture_step"]
 
@@ -44,7 +44,7 @@ def capture_step(
     on. Floating-point operations are not counted: `capture.flops` can, in a run of its own. `device`: which, such as
     "cuda:1", of a model that is on several.
     """
-    from lowtide.execute.fit import open_tide
+    from lowtide.execute.tide.fit import open_tide
 
     models = [] if model is None else [model]
     optimizers = [] if optimizer is None else [optimizer]
@@ -134,8 +134,8 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
     One more step, if the script has one, counts floating-point operations: counting slows operators down.
     """
     from lowtide.capture.flops import with_flops
-    from lowtide.execute.fit import open_tide
-    from lowtide.execute.script import run_as_main, stepping
+    from lowtide.execute.tide.fit import open_tide
+    from lowtide.execute.tide.script import run_as_main, stepping
 
     uncounted = f"{path.name} ended before a step to count them in: record fewer steps of it, or let it run longer"
     with open_tide([], [], **_UNMANAGED) as tide:

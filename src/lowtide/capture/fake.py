@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.capture.builder import build_trace
 from lowtide.capture.ledger import Ledger
+from lowtide.capture.recorder import is_operator
 from lowtide.capture.training import Training
 from lowtide.capture.watch import Watch
 from lowtide.core.machine import Machine
@@ -25,7 +26,6 @@ from lowtide.core.trace import Kind, Trace
 from lowtide.errors import BadArgument
 from lowtide.estimate.predict import Shares, operator_s, with_durations
 from lowtide.estimate.presets import machine as preset_machine
-from lowtide.execute.recorder import is_operator
 
 # As in an unmanaged capture: what is smaller is not worth moving, and autograd's save of it is not recorded.
 LEAST_BYTES = 256 << 10

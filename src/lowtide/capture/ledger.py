@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.core.log import Event, LogEntry
-from lowtide.execute.gradients import Gradients
-from lowtide.execute.hooks import KeptTensor, is_parameter
+from lowtide.execute.step.gradients import Gradients
+from lowtide.execute.step.saved import KeptTensor, is_parameter
 
 
 class Record:

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.capture.builder import Scope
 from lowtide.capture.flops import flops_of
 from lowtide.capture.ledger import Ledger
+from lowtide.capture.recorder import is_operator
 from lowtide.core.log import Event
 from lowtide.estimate.predict import moved_bytes
-from lowtide.execute.recorder import is_operator
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -169,7 +169,7 @@ def settle_auto(budget: BudgetLike) -> tuple[BudgetLike, str]:
     text = str(stated).strip().lower()
     if text != "auto" and not text.endswith("%"):
         return budget, format_bytes(parse_budget(budget).fast_bytes)
-    import lowtide.execute.script  # noqa: F401 - torch takes memory of its own, which "auto" must not promise
+    import lowtide.execute.tide.script  # noqa: F401 - torch takes memory of its own, which "auto" must not promise
 
     limits, ranks = memory_limits(), local_ranks()
     nbytes = parse_budget(budget).fast_bytes

@@ -78,7 +78,7 @@ def command(
 
 def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> dict[str, Any]:
     check_floor(trace, budgets_bytes=[budget_bytes])
-    from lowtide.estimate.allocators import reserved_peak, stream_of
+    from lowtide.estimate.predictors.allocators import reserved_peak, stream_of
 
     stream = stream_of(trace)
     plan = _plan(trace, machine, budget_bytes=budget_bytes, policy=policy)

@@ -21,7 +21,7 @@ from lowtide.core.files import write_whole
 _PACKAGE = Path(__file__).resolve().parent.parent
 _RUNPY = "<frozen runpy>"
 # Saved-tensor hooks raise what autograd leaves to them, in autograd's words: nothing there is news to the user.
-_SPEAKS_FOR_AUTOGRAD = str(Path("execute", "hooks.py"))
+_SPEAKS_FOR_AUTOGRAD = str(Path("execute", "step", "saved.py"))
 # What PyTorch calls a mode through, and what the mode calls to go on.
 _BEFORE_A_MODE = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _AFTER_A_MODE = ("torch/_ops.py",)

@@ -82,7 +82,7 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
 def _cut(machine: Machine) -> dict[str, Any]:
     """Return what reading from the spill and copying on what was read takes, by the size of the chunks."""
     from lowtide.estimate.calibrate import SPILL
-    from lowtide.estimate.overlap import Stage, best_chunks, pipeline_s
+    from lowtide.estimate.predictors.overlap import Stage, best_chunks, pipeline_s
     from lowtide.tiers.store import CHUNK_BYTES
 
     link = machine.links[SPILL]

@@ -152,7 +152,7 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
     budget, size = settle_auto(settings.budget)
     if not settings.quiet:
         say(f"budget {size}, {_choices(settings, where)}")
-    from lowtide.execute.script import run_script
+    from lowtide.execute.tide.script import run_script
 
     with _followed(settings) as (kept, ended):
         end_watch = escapes.watch(escape_of(kept))

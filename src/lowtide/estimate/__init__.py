@@ -6,9 +6,9 @@ trace = retime(trace, machine("v100"))
 
 from __future__ import annotations
 
-from lowtide.estimate.allocators import reserved_peak, stream_of
-from lowtide.estimate.overlap import Stage, best_chunks, pipeline_s
 from lowtide.estimate.predict import Shares, fit_shares, retime
+from lowtide.estimate.predictors.allocators import reserved_peak, stream_of
+from lowtide.estimate.predictors.overlap import Stage, best_chunks, pipeline_s
 from lowtide.estimate.presets import PRESETS, machine
 
 __all__ = [

@@ -26,7 +26,7 @@ from lowtide.core.fields import Damaged, Fields
 from lowtide.core.files import write_whole
 from lowtide.core.machine import MACHINE_VERSION, Link, Machine
 from lowtide.errors import TraceError
-from lowtide.estimate.loggp import fit_line
+from lowtide.estimate.predictors.loggp import fit_line
 from lowtide.tiers.medium import Medium
 
 SPILL = "spill"

@@ -141,7 +141,7 @@ def _begin(settings: Settings) -> None:
 
 
 def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[], dict[str, object]]]:
-    from lowtide.execute.script import inside
+    from lowtide.execute.tide.script import inside
     from lowtide.memory.budget import capacity_bytes, device_count, local_ranks
 
     if settings.emulate is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes
-from lowtide.plan.sweep import predict
+from lowtide.plan.costs.sweep import predict
 
 FITS = "everything fits: nothing is moved"
 

@@ -10,8 +10,8 @@ from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
 from lowtide.core.units import parse_bytes
 from lowtide.errors import BadArgument
-from lowtide.plan.layers import relu_results
 from lowtide.plan.policy import Observes, Policy, Runs
+from lowtide.plan.views.layers import relu_results
 from lowtide.simulate import Codec, Resources, simulate
 
 # How often a policy that learns from steps may change its mind; Capuchin's feedback settles well before.

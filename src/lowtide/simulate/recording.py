@@ -63,7 +63,7 @@ class Recording:
         notes = list(plan.notes) if plan is not None else ["no plan: victims are chosen when memory runs out"]
         reserved_bytes = self.peak_bytes
         if allocator is not None:
-            from lowtide.estimate.allocators import reserved_peak
+            from lowtide.estimate.predictors.allocators import reserved_peak
 
             reserved_bytes = reserved_peak(self.blocks(step_s), allocator)
             if reserved_bytes > problem.budget_bytes:

@@ -1,6 +1,6 @@
 """Making dropped storages again: which operators to run, how long they take and how much memory that needs.
 
-Recipes come from `plan/lineage.py`, their memory from `plan/rerun.py` (rules 8 and 9 of docs/policies.md).
+Recipes come from `plan/views/lineage.py`, their memory from `plan/costs/rerun.py` (rules 8 and 9 of docs/policies.md).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from math import inf
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import PlanError
-from lowtide.plan.lineage import Lineage, alive_when
-from lowtide.plan.rerun import Reruns
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.costs.rerun import Reruns
+from lowtide.plan.costs.sweep import Sweep
+from lowtide.plan.views.lineage import Lineage, alive_when
 from lowtide.simulate.agenda import Record
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.core.plan import Problem
-from lowtide.execute import events as e
-from lowtide.execute.residency import Residency
+from lowtide.residency import events as e
+from lowtide.residency.machine import Residency
 from lowtide.simulate.agenda import Record
 from lowtide.simulate.equations import Equations
 from lowtide.simulate.recording import Recording

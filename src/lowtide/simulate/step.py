@@ -12,10 +12,10 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Timeline
 from lowtide.errors import BudgetTooSmall
-from lowtide.execute import events as e
-from lowtide.execute.residency import Residency
-from lowtide.plan.curve import Curve
+from lowtide.plan.costs.curve import Curve
 from lowtide.plan.policy import Policy
+from lowtide.residency import events as e
+from lowtide.residency.machine import Residency
 from lowtide.simulate.agenda import Agenda, Moment, Record
 from lowtide.simulate.equations import Equations
 from lowtide.simulate.recording import Recording
@@ -39,8 +39,8 @@ def simulate(
     """Return the step of `problem` under a plan (None: no plan, and no knowledge of what comes).
 
     `policy` chooses victims where memory runs out all the same; those of a policy with `recompute_victims` are dropped
-    and made again. `allocator` names a model of `lowtide.estimate.allocators` for `reserved_peak_bytes`. `strict`
-    checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
+    and made again. `allocator` names a model of `lowtide.estimate.predictors.allocators` for `reserved_peak_bytes`.
+    `strict` checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
     """
     return _Step(problem, plan, policy=policy, resources=resources or Resources(), strict=strict).run(allocator)
 

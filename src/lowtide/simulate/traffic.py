@@ -13,8 +13,8 @@ from math import inf
 from lowtide.core.machine import Machine
 from lowtide.core.timeline import Lane, Span
 from lowtide.errors import BadArgument
-from lowtide.execute import events as e
-from lowtide.plan.curve import Curve
+from lowtide.plan.costs.curve import Curve
+from lowtide.residency import events as e
 from lowtide.simulate.agenda import Record, Trip
 from lowtide.simulate.resources import CodecEngine, Movers, Resources, Transfer, Wire
 from lowtide.simulate.state import State

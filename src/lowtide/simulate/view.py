@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.execute.view import MachineView
 from lowtide.plan.policy import by_age
+from lowtide.residency.view import MachineView
 from lowtide.simulate.agenda import Record
 from lowtide.simulate.remake import Remaker
 from lowtide.simulate.state import State

@@ -14,8 +14,8 @@ from math import prod
 from lowtide.core.plan import Prediction, Problem, Recompute, Swap
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
-from lowtide.plan.lineage import Lineage, alive_when
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.costs.sweep import Sweep
+from lowtide.plan.views.lineage import Lineage, alive_when
 
 MOST_PLANS = 50_000
 

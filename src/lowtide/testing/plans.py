@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap
-from lowtide.plan.lineage import Lineage, alive_when
+from lowtide.plan.views.lineage import Lineage, alive_when
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

@@ -12,8 +12,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Kind, Phase, Save, Storage, Trace
 from lowtide.errors import BadArgument
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.autoswap import SCORES, AutoSwap, Picking, hide
-from lowtide.plan.sweep import Sweep
 from lowtide.plan.verify import check, replay
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace

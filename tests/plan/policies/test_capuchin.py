@@ -12,12 +12,12 @@ from lowtide.core.plan import Plan, Problem
 from lowtide.core.serialize import load_trace
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
-from lowtide.plan.choose import candidates
-from lowtide.plan.drop import Dropping
+from lowtide.plan.auto.choose import candidates
+from lowtide.plan.auto.mix import Dropping
+from lowtide.plan.costs.sweep import Sweep, predict
 from lowtide.plan.policies.capuchin import Booking, Capuchin, time_swap, trigger_op
 from lowtide.plan.policies.vdnn import Vdnn, that_fit
 from lowtide.plan.policies.vdnn_pp import VdnnPlusPlus
-from lowtide.plan.sweep import Sweep, predict
 from lowtide.plan.verify import check
 from lowtide.simulate import simulate, simulate_run
 from lowtide.testing.networks import network_trace

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lowtide.core.machine import Link
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Gap, Phase, Trace
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.flashneuron import FlashNeuron, Tensor, TwoEndedPool, last_landing_s, select, tensors_of
-from lowtide.plan.sweep import Sweep
 from lowtide.plan.verify import check
 from lowtide.simulate import simulate
 from lowtide.testing.policies import PolicyTests

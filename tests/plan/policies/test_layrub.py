@@ -12,11 +12,11 @@ from lowtide.core.machine import Link
 from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Kind, Phase, Storage, Trace
 from lowtide.errors import BadArgument
-from lowtide.plan.layers import crossing_gaps, layers_of
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.layrub import Layrub, aliases
 from lowtide.plan.policies.vdnn import transfers
-from lowtide.plan.sweep import predict
 from lowtide.plan.verify import check
+from lowtide.plan.views.layers import crossing_gaps, layers_of
 from lowtide.testing.networks import MIB, networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace, traces

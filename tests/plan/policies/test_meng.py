@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
 from lowtide.errors import BadArgument
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.meng import Meng, Rewriting, additive_attention, in_trigger
-from lowtide.plan.sweep import Sweep
 from lowtide.plan.verify import check
 from lowtide.testing.networks import networks
 from lowtide.testing.policies import PolicyTests

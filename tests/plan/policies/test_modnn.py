@@ -14,10 +14,10 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Problem, Swap
 from lowtide.core.trace import Phase, Trace
 from lowtide.errors import BadArgument
-from lowtide.plan.algorithms import Algorithm
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.modnn import Modnn, sub_batched
-from lowtide.plan.sweep import predict
 from lowtide.plan.verify import check, replay
+from lowtide.plan.views.algorithms import Algorithm
 from lowtide.testing.networks import networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import chain_trace, problems

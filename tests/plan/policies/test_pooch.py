@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap, Trace
-from lowtide.plan.choose import candidates
-from lowtide.plan.layout import lay_out
+from lowtide.plan.auto.choose import candidates
+from lowtide.plan.auto.layout import lay_out
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.pooch import Pooch
-from lowtide.plan.sweep import Sweep
 from lowtide.plan.verify import check, replay
 from lowtide.simulate import simulate
 from lowtide.testing.networks import networks

@@ -13,9 +13,9 @@ from lowtide import registry
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Kind, Phase, Save, Storage, Trace
 from lowtide.errors import BadArgument
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.survey import Settings, Survey1, Survey2, Survey3, Survey4, swap_ins, swap_outs
 from lowtide.plan.policy import Policy
-from lowtide.plan.sweep import Sweep
 from lowtide.plan.verify import check, replay
 from lowtide.simulate import simulate, simulate_run
 from lowtide.testing.networks import networks

@@ -11,8 +11,8 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Plan
 from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.tflms import Knobs, Tflms, Tuning, cut, modelled_peak_bytes
-from lowtide.plan.sweep import predict
 from lowtide.plan.verify import check
 from lowtide.simulate import simulate
 from lowtide.testing.policies import FakeView, PolicyTests, Record

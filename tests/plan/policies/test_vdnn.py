@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from lowtide.core.machine import Link
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Phase, Trace
-from lowtide.plan.algorithms import Algorithm
-from lowtide.plan.layers import LayerKind, kind_of, layers_of
 from lowtide.plan.policies.vdnn import Vdnn, VdnnAll, VdnnConv, VdnnDyn
 from lowtide.plan.verify import check, replay
+from lowtide.plan.views.algorithms import Algorithm
+from lowtide.plan.views.layers import LayerKind, kind_of, layers_of
 from lowtide.testing.networks import INPUT, MIB, Layer, network_trace, networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import problems

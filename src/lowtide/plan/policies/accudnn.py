@@ -23,11 +23,11 @@ from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import BadArgument
-from lowtide.plan.choose import Candidate, candidates, choose
+from lowtide.plan.auto.choose import Candidate, candidates, choose
+from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.layout import lay_out
+from lowtide.plan.costs.sweep import Outcome, Sweep
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import Outcome, Sweep
 
 ROUNDS = 8
 # An operator that takes less of the step than this is left out of the quality of a fit: clocks do not resolve it.

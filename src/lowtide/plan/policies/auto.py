@@ -1,9 +1,9 @@
 """The default: swaps the gaps whose transfers hide best, places every read, and leaves alone what fits.
 
-The search (plan/search.py) tries swaps by several ranks and targets until nothing is left to gain. If stalls remain and
-operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the classic policies
-compete as well, the best plans are polished, and the winner is improved gap by gap (plan/exchange.py). Among the plans
-within `NEGLIGIBLE` of the fastest, the one that moves least wins.
+The search (plan/auto/search.py) tries swaps by several ranks and targets until nothing is left to gain. If stalls
+remain and operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the
+classic policies compete as well, the best plans are polished, and the winner is improved gap by gap
+(plan/auto/exchange.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that moves least wins.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import inf, isinf, log2
 
 from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
-from lowtide.plan.exchange import exchange
+from lowtide.plan.auto.exchange import exchange
+from lowtide.plan.auto.search import HEADROOM, NEGLIGIBLE, Search
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.belady import furthest_next_use
 from lowtide.plan.policies.capuchin import Capuchin, triggered_earlier
 from lowtide.plan.policies.pooch import Pooch
 from lowtide.plan.policies.swap_all import one_use_ahead
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.search import HEADROOM, NEGLIGIBLE, Search
-from lowtide.plan.sweep import Sweep
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 

@@ -27,11 +27,11 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
-from lowtide.plan.choose import Candidate, candidates
+from lowtide.plan.auto.choose import Candidate, candidates
 from lowtide.plan.compose import FITS, compose
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.smartpool import blocks_of, colour
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.views.pools import blocks_of, colour
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
 MODES = ("stick_to_limit", "no_overhead")

@@ -11,8 +11,8 @@ from heapq import heappop, heappush
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import predict
 
 
 class Belady:

@@ -25,13 +25,13 @@ import numpy as np
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Timeline
 from lowtide.core.trace import Gap
-from lowtide.plan.choose import Candidate, candidates
+from lowtide.plan.auto.choose import Candidate, candidates
+from lowtide.plan.auto.mix import Dropping
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.curve import Curve
-from lowtide.plan.drop import Dropping
-from lowtide.plan.lineage import Lineage, alive_when
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.views.lineage import Lineage, alive_when
 
 # How much earlier a late read is triggered in the next step, as a share of its SwapTime (section 5 of the paper).
 FEEDBACK_SHARE = 0.05

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.errors import BadArgument
-from lowtide.plan.layers import crossing_gaps
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
+from lowtide.plan.views.layers import crossing_gaps
 
 # The largest with which it takes no more memory than vDNN on ResNet, Inception and DenseNet, as its paper reports.
 DISTANCE_OPS = 3

@@ -28,9 +28,9 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.layers import crossing_gaps, relu_results
+from lowtide.plan.costs.sweep import Sweep, link_of
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import Sweep, link_of
+from lowtide.plan.views.layers import crossing_gaps, relu_results
 
 # The paper's share of the free memory that is left to saved tensors, and what follows where that does not fit.
 FREE_SHARES = (0.6, 0.4, 0.2, 0.0)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.units import format_bytes
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
 
 
 class InfiniteMemory:

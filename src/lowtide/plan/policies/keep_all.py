@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
 
 
 class KeepAll:

@@ -18,10 +18,10 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Kind, Phase, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
-from lowtide.plan.layers import crossing_gaps, layers_of, step_at
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
+from lowtide.plan.views.layers import crossing_gaps, layers_of, step_at
 
 _STRATEGIES = ("hybrid", "inter", "intra")
 

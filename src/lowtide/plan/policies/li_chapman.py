@@ -22,12 +22,12 @@ from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Kind, Trace
 from lowtide.core.units import format_seconds
-from lowtide.plan.choose import Candidate, candidates, choose
+from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.layers import LayerKind, kind_of
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.unified_memory import paging
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.views.layers import LayerKind, kind_of
 
 
 class Mode(StrEnum):

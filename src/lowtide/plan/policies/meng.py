@@ -24,11 +24,11 @@ from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.curve import Curve
-from lowtide.plan.layers import crossing_gaps
-from lowtide.plan.lineage import Lineage, alive_when
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.views.layers import crossing_gaps
+from lowtide.plan.views.lineage import Lineage, alive_when
 
 # The constants of the pass (tensorflow/core/grappler/optimizers/memory_optimizer.cc).
 MOST_PASSES = 25

@@ -23,7 +23,7 @@ from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.curve import Curve
+from lowtide.plan.costs.curve import Curve
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
 
 # MindSpore's own constants: the first distance is N over this factor, and none goes below the bound.

@@ -19,11 +19,11 @@ from lowtide.core.plan import Plan, Prediction, Problem, Swap
 from lowtide.core.trace import Gap, Kind, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.errors import BadArgument
-from lowtide.plan.algorithms import Table, fastest, with_algorithms
-from lowtide.plan.choose import candidates
-from lowtide.plan.layout import lay_out
+from lowtide.plan.auto.choose import candidates
+from lowtide.plan.auto.layout import lay_out
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.views.algorithms import Table, fastest, with_algorithms
 
 # Targets are this share of the way from the floor to the peak apart. They do not depend on the budget: a larger budget
 # has the trials of a smaller one and more, so that it is never slower. Very long steps get fewer of them.

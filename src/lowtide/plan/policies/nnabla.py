@@ -16,9 +16,9 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import compose
-from lowtide.plan.curve import Curve
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import Sweep
 
 
 class Nnabla:

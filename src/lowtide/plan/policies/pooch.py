@@ -20,13 +20,13 @@ from math import inf
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap
 from lowtide.core.units import format_seconds
-from lowtide.plan.choose import candidates
+from lowtide.plan.auto.choose import candidates
+from lowtide.plan.auto.layout import Course, lay_out
+from lowtide.plan.auto.mix import Dropping, Mix
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.curve import Curve
-from lowtide.plan.drop import Dropping, Mix
-from lowtide.plan.layout import Course, lay_out
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import Outcome, Sweep
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import Outcome, Sweep
 
 # Of L_O, the maps whose copies out take longest are searched exhaustively.
 EXHAUSTIVE_MAPS = 5

@@ -20,12 +20,12 @@ from heapq import heappop, heappush
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Kind, Phase, Trace
 from lowtide.core.units import format_bytes
-from lowtide.plan.curve import Curve
-from lowtide.plan.layers import LayerKind, crossing_gaps, kind_of
-from lowtide.plan.lineage import Lineage
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.rerun import Reruns
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.rerun import Reruns
-from lowtide.plan.sweep import predict
+from lowtide.plan.views.layers import LayerKind, crossing_gaps, kind_of
+from lowtide.plan.views.lineage import Lineage
 
 _CHEAP = (LayerKind.ACTIVATION, LayerKind.NORM, LayerKind.POOL)
 _STATE = (Kind.PARAM, Kind.BUFFER, Kind.GRAD, Kind.OPTIMIZER)

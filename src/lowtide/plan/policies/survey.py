@@ -25,10 +25,10 @@ from lowtide.core.trace import Gap
 from lowtide.core.units import format_seconds
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.evict import evictions
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.vdnn import that_fit
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import Sweep
+from lowtide.plan.views.evictions import evictions
 
 VICTIMS = ("lru", "largest")
 FORWARD_OPS = 4

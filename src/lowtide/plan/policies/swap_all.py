@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
 
 
 class SwapAll:

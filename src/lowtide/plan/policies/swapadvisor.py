@@ -18,11 +18,11 @@ from random import Random
 from lowtide.core.plan import Plan, Prediction, Problem, Swap
 from lowtide.core.units import format_seconds
 from lowtide.errors import BadArgument
-from lowtide.plan.choose import Candidate, candidates, choose
+from lowtide.plan.auto.choose import Candidate, candidates, choose
+from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.layout import lay_out
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import About, Family, Runs, View, until_covered
-from lowtide.plan.sweep import Sweep
 
 POPULATION = 12
 SURVIVORS = 4

@@ -20,9 +20,9 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Op
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.evict import evictions
+from lowtide.plan.costs.sweep import link_of
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import link_of
+from lowtide.plan.views.evictions import evictions
 
 # Memory is followed in at most about so many pieces: pages are gathered to larger ones for that, but counted as pages.
 MOST_PIECES = 2048

@@ -20,11 +20,11 @@ from typing import ClassVar
 from lowtide.core.plan import Plan, Prediction, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
-from lowtide.plan.algorithms import Table, fastest, fastest_within, leanest, with_algorithms
-from lowtide.plan.curve import Curve
-from lowtide.plan.layers import Layer, LayerKind, crossing_gaps, layers_of, step_at
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
+from lowtide.plan.views.algorithms import Table, fastest, fastest_within, leanest, with_algorithms
+from lowtide.plan.views.layers import Layer, LayerKind, crossing_gaps, layers_of, step_at
 
 _STAYING = (LayerKind.ACTIVATION, LayerKind.LOSS)
 

@@ -13,8 +13,8 @@ from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
-from lowtide.plan.curve import Curve
-from lowtide.plan.layers import Layer, LayerKind, layers_of
+from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.vdnn import (
     Selection,
     Trial,
@@ -25,7 +25,7 @@ from lowtide.plan.policies.vdnn import (
     transfers,
 )
 from lowtide.plan.policy import About, Family, Runs, View
-from lowtide.plan.sweep import predict
+from lowtide.plan.views.layers import Layer, LayerKind, layers_of
 
 
 def offload_alternate_conv(trace: Trace, layers: Sequence[Layer]) -> tuple[Gap, ...]:

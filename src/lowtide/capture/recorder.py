@@ -1,0 +1,156 @@
+"""Watches a step through the backend's log and turns it into a trace."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lowtide.capture.builder import Recorded, build_trace
+from lowtide.core.trace import Kind
+from lowtide.execute.backends.protocol import Backend
+
+
+@cache
+def is_operator(name: str) -> bool:
+    """Tell whether a dispatched call is an operator of a trace: it computes something, and is not made of others.
+
+    Views compute nothing. An empty tensor is room for what another call computes.
+    """
+    if name == "aten::empty" or "::" not in name or name.startswith("autograd::"):
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    plain = [schema for schema in schemas if "out" not in schema.overload_name]
+    return not plain or not all(_is_view(schema) or _is_composite(schema) for schema in plain)
+
+
+def _is_composite(schema: torch._C.FunctionSchema) -> bool:
+    qualified = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeImplicitAutograd"))
+    except RuntimeError:
+        return True  # known to TorchScript only: never dispatched
+
+
+def _is_view(schema: torch._C.FunctionSchema) -> bool:
+    aliases = [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+class Recorder:
+    """Logs one step at a time. `models` and `optimizers` only give names and kinds; any step can be recorded."""
+
+    def __init__(
+        self, backend: Backend, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._backend = backend
+        self._models = models
+        self._optimizers = list(optimizers)
+        self._found: list[weakref.ref[torch.nn.Module]] = []
+        self._static_bytes = 0
+        self._handles: list[RemovableHandle] = []
+        self._path: list[str] = []
+        self.recording = False
+
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take one more optimizer's tensors into account."""
+        if all(known is not optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        """Give the layers of models that were found later their names; they live as long as the program wants."""
+        known = {id(model) for model in self._all_models()}
+        self._found += [weakref.ref(model) for model in models if id(model) not in known]
+
+    def _all_models(self) -> list[torch.nn.Module]:
+        return [*self._models, *(model for found in self._found if (model := found()) is not None)]
+
+    def start(self) -> None:
+        """Log from here on."""
+        self._static_bytes = self._backend.usage().live_bytes
+        self._backend.observe(names=True, log=True)
+        self._name_modules()
+        self.recording = True
+
+    def stop(self, *, gradients: Iterable[int] = ()) -> Recorded | None:
+        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it).
+
+        `gradients`: the serials of gradients that may be gone by now.
+        """
+        end_ns = time.perf_counter_ns()
+        log = self._backend.take_log()
+        self._unhook()
+        if log is None:
+            return None
+        recorded = build_trace(
+            log.entries,
+            log.names,
+            static_bytes=self._static_bytes,
+            end_ns=end_ns if log.end_ns is None else log.end_ns,
+            is_operator=is_operator,
+            kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
+            model=type(models[0]).__name__ if (models := self._all_models()) else "",
+            torch_version=torch.__version__,
+        )
+        trace = replace(recorded.trace, device=self._backend.device.type)
+        return replace(recorded, trace=trace, needs=log.needs)
+
+    def cancel(self) -> None:
+        """Stop, and forget what was recorded."""
+        if self.recording:
+            self._backend.drop_log()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.recording = False
+
+    def _name_modules(self) -> None:
+        self._path.clear()
+        for model in self._all_models():
+            if any(hasattr(module, "_orig_mod") for module in model.modules()):
+                continue  # hooks would make torch.compile compile it again
+            for name, module in model.named_modules():
+                self._hook(module, name or type(model).__name__)
+
+    def _hook(self, module: torch.nn.Module, name: str) -> None:
+        def enter(_module: torch.nn.Module, _args: object) -> None:
+            self._path.append(name)
+            self._backend.mark_module(name)
+
+        def leave(_module: torch.nn.Module, _args: object, _output: object) -> None:
+            if self._path:
+                self._path.pop()
+            self._backend.mark_module(self._path[-1] if self._path else "")
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave))
+
+    def _kinds(self) -> Mapping[int, Kind]:
+        kinds: dict[int, Kind] = {}
+
+        def note(tensors: Iterable[object], kind: Kind) -> None:
+            for tensor in tensors:
+                if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                    continue
+                if tensor.device == self._backend.device and tensor.layout is torch.strided:
+                    kinds.setdefault(self._backend.serial_of(tensor), kind)
+
+        for model in self._all_models():
+            note(model.parameters(), Kind.PARAM)
+            note(model.buffers(), Kind.BUFFER)
+            note((parameter.grad for parameter in model.parameters()), Kind.GRAD)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                note(group["params"], Kind.PARAM)
+                note((parameter.grad for parameter in group["params"]), Kind.GRAD)
+            for state in optimizer.state.values():
+                note(state.values(), Kind.OPTIMIZER)
+        return kinds

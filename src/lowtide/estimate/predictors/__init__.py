@@ -1,0 +1,1 @@
+"""Models of links, pipelines and allocators, one paper a file."""

@@ -1,0 +1,1 @@
+"""Memory that is accounted for in Python, where the native part cannot be built."""

@@ -1,0 +1,1 @@
+"""Memory of the CPU, enforced by the native allocator."""

@@ -1,0 +1,256 @@
+"""The boundary between the runtime and the memory it manages.
+
+Everything that knows a device lives behind `Backend`: accounting of fast memory, starting and waiting for transfers,
+ordering against compute, the clock. The residency machine, the plan language and the policies are the same above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lowtide.core.log import LogEntry
+from lowtide.estimate.traffic import Traffic
+from lowtide.residency.events import Event
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtide.execute.recompute.remakes import Clock, Remakes
+
+
+class Packed(NamedTuple):
+    """A saved tensor as the backend knows it. `version` is the tensor's when it was saved."""
+
+    pack: int
+    record: int
+    is_new: bool
+    nbytes: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Fast memory and traffic at one instant. `traffic` is None where transfers are not timed."""
+
+    live_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    stall_s: float
+    written_bytes: int
+    read_bytes: int
+    fresh_bytes: int = 0
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What was logged of a step.
+
+    `end_ns` is when it ended by the log's own clock (None: by the host's). `needs[i]` is how far live bytes rose,
+    beyond what was moved, between the i-th save or use and the next (`needs[0]`: before the first); empty if not
+    measured.
+    """
+
+    entries: list[LogEntry]
+    names: list[str]
+    end_ns: int | None = None
+    needs: tuple[int, ...] = ()
+
+
+class GradientMemory(Protocol):
+    """What a backend offers on which gradients may leave."""
+
+    def is_sole(self, gradient: torch.Tensor) -> bool:
+        """Tell whether nobody else holds a gradient's storage."""
+        ...
+
+    def put_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Make a tensor the gradient of a parameter, whatever became of the parameter's own data."""
+        ...
+
+
+class Backend(Protocol):
+    """Fast memory with a budget, and the way to the tier below it. Calls that may wait say so."""
+
+    device: torch.device
+    """Where fast memory is: tensors of other devices are not managed."""
+
+    @property
+    def remakes(self) -> Remakes | None:
+        """What gives records up without a copy and takes them when they were made again, where that is possible."""
+        ...
+
+    @property
+    def gradients(self) -> GradientMemory | None:
+        """What lets finished gradients leave while backward runs, where that is possible."""
+        ...
+
+    @property
+    def exact_budget(self) -> bool:
+        """Whether the budget is enforced at every allocation (False: accounted for, and only advisory)."""
+        ...
+
+    def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
+        """Enforce a budget; call `on_pressure(need_bytes)` when an allocation lacks room.
+
+        It answers how many bytes are in flight, below zero to give up.
+        """
+        ...
+
+    def storage_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of the storage behind a tensor; -1 if others can reach that memory: it cannot move."""
+        ...
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Note a saved tensor."""
+        ...
+
+    def version(self, pack: int) -> int:
+        """Return the saved tensor's version now."""
+        ...
+
+    def tensor(self, pack: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the saved tensor, or None if its record is not in fast memory."""
+        ...
+
+    def close_pack(self, pack: int) -> None:
+        """Forget a saved tensor. May be called on any thread, at any time."""
+        ...
+
+    def watch(self, record: int) -> None:
+        """Report `Sole` when nobody else holds the record any more (new records are watched from the start)."""
+        ...
+
+    def events(self) -> list[Event]:
+        """Return what happened in the background since the last call."""
+        ...
+
+    def write(self, record: int, nbytes: int) -> bool:
+        """Start to write a record, whose fast bytes go when that landed; False if it is held. Raises `SpillFull`."""
+        ...
+
+    def keep(self, record: int) -> bool:
+        """Keep a leaving record; False if it has left already."""
+        ...
+
+    def drop(self, record: int) -> bool:
+        """Give up a clean record's fast bytes; False if it cannot be moved now."""
+        ...
+
+    def prefetch(self, record: int) -> bool:
+        """Start to bring a record back if there is room now; False if there is none."""
+        ...
+
+    def fetch(self, record: int) -> None:
+        """Start to bring a record back, waiting for room. Raises `BudgetTooSmall`."""
+        ...
+
+    def wait(self, record: int) -> None:
+        """Wait for a record's transfer. Raises `SpillError` if it failed."""
+        ...
+
+    def stage(self, record: int) -> None:
+        """Bring a record closer without taking fast memory: it is due before long."""
+        ...
+
+    def expect(self, need_bytes: int | None) -> None:
+        """Note how much memory the step takes until its next save or use (None: not known)."""
+        ...
+
+    def prepare(self) -> None:
+        """Make room for what is expected, and let the device catch up if it is far behind. May wait."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return the numbers now."""
+        ...
+
+    def figures(self) -> dict[str, object]:
+        """Return what else there is to tell, for `Tide.stats`."""
+        ...
+
+    def observe(self, *, names: bool, log: bool) -> None:
+        """Watch which operator runs, and log the step in full."""
+        ...
+
+    def rest(self) -> None:
+        """Stop watching operators: the step has ended."""
+        ...
+
+    def take_log(self) -> Log | None:
+        """Stop the log and return it (None: the step was too long to log)."""
+        ...
+
+    def drop_log(self) -> None:
+        """Stop the log and forget it."""
+        ...
+
+    def mark_unpack(self, pack: int) -> None:
+        """Log that autograd unpacked this."""
+        ...
+
+    def mark_module(self, name: str) -> None:
+        """Log that this module's operators follow."""
+        ...
+
+    def serial_of(self, tensor: torch.Tensor) -> int:
+        """Return the number under which the log knows a tensor's storage."""
+        ...
+
+    @property
+    def refusals(self) -> int:
+        """How many allocations were refused so far."""
+        ...
+
+    def too_small(self) -> BaseException:
+        """Return the error for the allocation that was refused last: `BudgetTooSmall`, or what interrupted its wait."""
+        ...
+
+    def forget_freed(self) -> None:
+        """Stop counting memory of other allocators that was freed since. Quick: called while an allocation waits."""
+        ...
+
+    def refresh_static(self) -> None:
+        """Bring the accounting of memory from other allocators up to date."""
+        ...
+
+    def close(self, *, bring_back: bool = True) -> None:
+        """Lift the budget and remove the spill; `bring_back` what is still saved, or let it go with the tier."""
+        ...
+
+
+class AskedByAllocator:
+    """The parts of a backend that one whose allocator asks for room itself, and has one tier below, does without."""
+
+    def stage(self, record: int) -> None:
+        """Do nothing: there is one tier only."""
+
+    def expect(self, need_bytes: int | None) -> None:
+        """Do nothing: the allocator asks when it needs room."""
+
+    def prepare(self) -> None:
+        """Do nothing: the allocator asks when it needs room."""
+
+    def figures(self) -> dict[str, object]:
+        """Return nothing more."""
+        return {}
+
+    @property
+    def remakes(self) -> Remakes | None:
+        """Nothing can be made again."""
+        return None
+
+    def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator again: the allocator asks when it needs room."""
+        return operator(*args, **kwargs)
+
+    @property
+    def clock(self) -> Clock | None:
+        """The host runs operators itself."""
+        return None
+
+    def rest(self) -> None:
+        """Go on watching: what runs between steps is named in errors too."""

@@ -1,0 +1,400 @@
+"""Making storages again that were given up without a copy, by running the step's own calls once more.
+
+`Remaker` is a dispatch mode: while it is on, it numbers the calls of the step, remembers those that a plan will want to
+run again, and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was
+given up does not outlive its step: between steps, where nobody watches, nothing depends on a call.
+
+Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread, and of those on which
+autograd runs backward on a device (PyTorch hands modes on to them): the mode sees them, through views, `.data`, `out=`
+and lists; those of other libraries, collectives among them, may write whatever they are given; a normalisation in
+training writes its running statistics and does not say so. Operators of other threads: by versions, where the tensor
+has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
+have, except parameters; before they get it, what is given up and made from it is made. The same before a storage is
+given up or resized by its owner, as FSDP does with parameters. What remains is in docs/limits.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from lowtide.execute.recompute.lending import Lending, as_tensor
+from lowtide.execute.recompute.modes import OwnMode, can_watch, is_aside, program_has_modes
+from lowtide.execute.recompute.neighbourhoods import Neighbourhoods
+from lowtide.execute.recompute.numerics import numerics
+from lowtide.execute.recompute.recipes import (
+    Call,
+    Kept,
+    Layout,
+    Made,
+    Operator,
+    Product,
+    Source,
+    Writes,
+    repeats,
+    without_statistics,
+    writes_of,
+)
+from lowtide.execute.recompute.remakes import Remakes
+from lowtide.execute.recompute.rerun import Records, rerun
+from lowtide.execute.step.saved import is_parameter, unmanaged_reason
+
+# Makes nothing, and is not numbered: how often autograd calls it for what a hook gives back is a matter of time.
+DETACH = torch.ops.aten.detach.default
+
+
+class Remaker(OwnMode):
+    """Numbers and remembers calls, and runs them again: see the module's text."""
+
+    def __init__(self, backend: Remakes, records: Records, *, least_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._backend = backend
+        self._records = records
+        self._least_bytes = least_bytes
+        self._lock = threading.RLock()
+        self._products: dict[int, Product] = {}
+        self._recipes: dict[int, Product] = {}
+        self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
+        self._readers: dict[int, list[weakref.ref[Call]]] = {}
+        self._numbers = itertools.count()  # on a device, autograd's threads call too
+        self._wanted: Collection[int] | None = ()
+        self._last = -1
+        self._marks = False
+        self._active = False
+        self._forward = False
+        self._on = False
+        self._lending = Lending(self._before_lending)
+        self._neighbourhoods = self._no_neighbours()
+        self.ran = 0
+        self._host_s = 0.0
+
+    # ---- the step ----
+
+    def begin(self, *, wanted: Collection[int] | None, marks: bool) -> None:
+        """Start to number calls from zero; remember the `wanted` ones (see `want`), or mark all in the log."""
+        self._numbers = itertools.count()
+        watches = can_watch()
+        self.want(wanted if watches else ())
+        self._marks = marks and watches
+        self._active = self.is_needed
+
+    def want(self, wanted: Collection[int] | None) -> None:
+        """Remember these calls of the step, as far as they are still to come (None: all of forward)."""
+        self._wanted = wanted
+        self._last = sys.maxsize if wanted is None else max(wanted, default=-1)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the step that begins has calls to number."""
+        return self._marks or self._last >= 0
+
+    def end(self) -> None:
+        """Make what is still given up, and forget the step's calls."""
+        self._remake_each(list(self._recipes))
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Forget the step's calls, except those that something given up is made from."""
+        self.want(())
+        self._marks = self._active = False
+        self._products.clear()
+        self._readers.clear()
+        self._neighbourhoods = self._no_neighbours()  # another thread may still look at the old ones
+        for record in [record for record in list(self._recipes) if not self._records.is_dropped(record)]:
+            self._release(record)
+        self._left = set(self._recipes)
+
+    # ---- on and off ----
+
+    def watch(self, *, nested: bool) -> None:
+        """Be on if the step that begins has calls to number, else off; `nested`: the program's modes may be on."""
+        if self.is_needed and not self._on:
+            # A mode that the program leaves takes the topmost off: only a context of ours may stand above its own.
+            if nested or not program_has_modes():
+                self._on = True
+                self._lending.on()
+                self.__enter__()  # type: ignore[no-untyped-call]
+        elif not self.is_needed:
+            self.unwatch()
+
+    def unwatch(self) -> None:
+        """Be off, on the thread on which it is on."""
+        if self._on and self.is_on:
+            self._on = False
+            self._lending.off()
+            self.leave()
+
+    # ---- records ----
+
+    def saved(self, record: int, tensor: torch.Tensor) -> None:
+        """Take note that a tensor's storage is a record."""
+        product = self._products.get(self._backend.serial(tensor))
+        if product is not None:
+            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            product.record = record
+            self._recipes[record] = product
+
+    def handed_out(self, record: int, tensor: torch.Tensor) -> None:
+        """Take note that autograd has a record's tensor, which may be in other memory than it was: see `_follow`."""
+        product = self._recipes.get(record)
+        if product is not None:
+            product.touched_s = time.perf_counter()
+            self._follow(product, self._backend.serial(tensor))
+
+    def gone(self, record: int) -> None:
+        """Take note that a record is no more."""
+        self._release(record)
+
+    def discard(self, record: int) -> bool | None:
+        """Give a record up; False if it cannot be moved now, None if it could not be made again."""
+        product = self._recipes.get(record)
+        if product is None or record in self._left or not product.can_be_made():
+            return None
+        discarded = self._backend.discard(record)
+        if discarded:
+            self._neighbourhoods.dropped(record)
+        return discarded
+
+    # ---- what a policy may ask ----
+
+    def recompute_s(self, record: int) -> float:
+        """Return how long it would take to make a record again, with everything dropped that hangs together with it."""
+        product = self._recipes.get(record)
+        if product is None or not product.whole or record in self._left:
+            return math.inf
+        neighbourhoods = self._neighbourhoods
+        neighbourhoods.learn([record])
+        return neighbourhoods.cost_s(record)
+
+    def staleness_s(self, record: int) -> float:
+        """Return how long ago a record was last read or made."""
+        product = self._recipes.get(record)
+        return 0.0 if product is None else time.perf_counter() - product.touched_s
+
+    def _no_neighbours(self) -> Neighbourhoods:
+        def own(record: int) -> tuple[float, Sequence[int]]:
+            product = self._recipes.get(record)  # None: it went meanwhile, on another thread
+            return (math.inf, ()) if product is None else product.own()
+
+        return Neighbourhoods(own)
+
+    def _release(self, record: int) -> None:
+        product = self._recipes.pop(record, None)
+        self._left.discard(record)
+        if product is not None and product.record == record:
+            product.record = None
+            self._forget(product)
+
+    def _follow(self, product: Product, serial: int) -> None:
+        """Know a product by the memory it is in now, so that changes are noticed there."""
+        self._forget(product)
+        product.serial = serial
+        self._products[serial] = product
+
+    def _forget(self, product: Product) -> None:
+        if self._products.get(product.serial) is product:
+            del self._products[product.serial]
+
+    # ---- watching ----
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # whatever the operator returns
+        kwargs = kwargs or {}
+        if not self._active or func is DETACH or is_aside():
+            return func(*args, **kwargs)
+        number = next(self._numbers)
+        if self._marks:
+            self._backend.mark_call(number)
+        writes = writes_of(func)
+        wanted = self._is_wanted(number)
+        if writes is None and not wanted:
+            return func(*args, **kwargs)
+        targets: list[int] = []
+        moved: list[int] = []  # they change by more than a recipe says
+        if writes is not None:
+            targets = [self._backend.serial(tensor) for tensor in writes.written(args, kwargs)]
+            moved = [self._backend.serial(tensor) for tensor in writes.moved_along(args)]
+            for serial in (*targets, *moved):
+                self._before_write(serial)
+        call = self._remember(number, func, args, kwargs, writes, targets) if wanted else None
+        begun_s = time.perf_counter()
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            self._changed(None, [*targets, *moved])  # half of it may have been done
+            raise
+        self._changed(call, targets)
+        self._changed(None, moved)
+        if call is not None:
+            call.duration_s, clock = time.perf_counter() - begun_s, self._backend.clock
+            if self._wanted is None and clock is not None:  # else nobody asks
+                call.duration_s = clock.took_s(func, args, kwargs) or call.duration_s
+            self._made(call, result, args, kwargs)
+        if number == self._last:
+            self._forget_unsaved(but=call)
+        return result
+
+    def _is_wanted(self, number: int) -> bool:
+        """Tell whether a call is to be remembered."""
+        if self._wanted is not None:
+            return number in self._wanted
+        if torch._C._current_graph_task_id() != -1:  # in backward: forward, or a part of it, is over
+            if self._forward:
+                self._forward = False
+                self._forget_unsaved()
+            return False
+        self._forward = True
+        return torch.is_grad_enabled()  # else autograd saves nothing of what it makes
+
+    def _forget_unsaved(self, *, but: Call | None = None) -> None:
+        """Let go of products that were not saved: whoever is made from them knows them by now.
+
+        What the running call has made (`but`) can only be saved by those that follow it.
+        """
+        self._products = {
+            serial: one
+            for serial, one in list(self._products.items())
+            if one.record is not None or any(call is but for call in one.calls)
+        }
+
+    def _remember(
+        self,
+        number: int,
+        func: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        writes: Writes | None,
+        targets: Sequence[int],
+    ) -> Call | None:
+        """Return a call as it can be run again, or None if it cannot."""
+        if not repeats(func, args, kwargs):
+            return None
+        leaves, spec = tree_flatten((without_statistics(writes, args), kwargs))
+        operands: list[object] = []
+        read: list[int] = []
+        for leaf in leaves:
+            operand = self._operand(leaf, read, targets) if isinstance(leaf, torch.Tensor) else leaf
+            if operand is None and leaf is not None:
+                return None
+            operands.append(operand)
+        call = Call(number, func, operands, spec, numerics())
+        reference = weakref.ref(call)
+        for serial in read:
+            self._readers.setdefault(serial, []).append(reference)
+        return call
+
+    def _operand(self, tensor: torch.Tensor, read: list[int], targets: Sequence[int]) -> Kept | Source | Made | None:
+        """Return how a tensor is to be had later, or None if that is not certain; see Note [Unseen writes]."""
+        if unmanaged_reason(tensor, self._backend.device) is not None or tensor.is_inference():
+            return None
+        serial = self._backend.serial(tensor)
+        product = self._products.get(serial)
+        if product is not None:
+            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            product.touched_s = time.perf_counter()
+            if product.whole and product.dtype == tensor.dtype:
+                return Made.of(product, Layout.of(tensor), own=serial in targets)
+        if serial in targets:
+            return None  # it may change only what it has made itself
+        parameter = is_parameter(tensor)
+        if not parameter and self._backend.is_shared(tensor):
+            return None
+        read.append(serial)
+        if serial <= 0 or parameter or self._backend.storage_bytes(tensor) < self._least_bytes:
+            alias = self._backend.alias(tensor)
+            return None if alias is None else Kept.of(alias, may_be_shared=parameter)
+        return Source(self._records.hold(tensor), Layout.of(tensor))
+
+    def _changed(self, call: Call | None, targets: Sequence[int]) -> None:
+        """Take note of what a call changed."""
+        for serial in targets:
+            product = self._products.get(serial)
+            if product is None:
+                continue
+            if call is not None:
+                product.calls.append(call)
+            else:
+                product.whole = False
+            product.version = None  # autograd counts the change when the call has returned
+
+    def _made(self, call: Call, result: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of what a call made."""
+        before = {self._backend.serial(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        for index, made in enumerate(tree_leaves(result)):
+            if isinstance(made, torch.Tensor) and not made.is_inference():
+                serial = self._backend.serial(made)
+                if serial > 0 and serial not in before:
+                    product = Product([call], index, made.dtype, serial, made._version)
+                    self._products.setdefault(serial, product)
+
+    def _before_write(self, serial: int) -> None:
+        """See to it that nothing will be made from memory that is about to change."""
+        readers = [call for reference in self._readers.pop(serial, ()) if (call := reference()) is not None]
+        if not readers:
+            return
+        for call in readers:
+            call.stale = True  # first of all: nothing more may be given up that depends on it
+        numbers = {call.number for call in readers}
+        self._remake_each(
+            [
+                record
+                for record, product in list(self._recipes.items())
+                if any(call.number in numbers for call in product.history())
+            ]
+        )
+
+    def _before_lending(self, owned: torch.Tensor | torch.UntypedStorage) -> None:
+        """See to it that nothing will be made from memory that somebody gets who writes without a call."""
+        if not self._active or is_aside() or owned.device != self._backend.device:
+            return
+        tensor = as_tensor(owned)
+        if tensor is not None:
+            serial = self._backend.serial(tensor)
+            self._before_write(serial)
+            self._changed(None, [serial])
+
+    # ---- making ----
+
+    @property
+    def busy_s(self) -> float:
+        """How long everything took that ran again so far."""
+        clock = self._backend.clock
+        return self._host_s if clock is None else clock.ran_s()
+
+    def _remake_each(self, records: Sequence[int]) -> None:
+        """Make records one after the other, in the order they were saved: each may be swapped as soon as it is made."""
+        for record in records:
+            self.remake([record])
+
+    def remake(self, records: Sequence[int], *, planned: Collection[int] = ()) -> None:
+        """Run the calls again that make these records, as far as they are given up. May wait for room and reads."""
+        with self._lock:
+            dropped = [record for record in records if self._records.is_dropped(record)]
+            wanted = {self._recipes[record]: record for record in dropped}
+            if not wanted:
+                return
+            begun = time.perf_counter()
+            with rerun(wanted, self._records, self._backend, planned=planned) as made:
+                for product, record in wanted.items():
+                    tensor = made.pop(product)
+                    if self._backend.adopt(record, tensor):
+                        self._follow(product, self._backend.serial(tensor))
+                        del tensor
+                        self._neighbourhoods.remade(record)
+                        self._records.remade(record)
+                        if record in self._left:
+                            self._release(record)
+                    elif self._records.is_dropped(record):
+                        raise AssertionError(f"record {record} was made again with another size, or on another device")
+            self.ran += made.calls
+            self._host_s += time.perf_counter() - begun

@@ -1,0 +1,103 @@
+"""What autograd holds instead of a saved tensor, and the checks it would have made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lowtide.execute.step.runtime import Runtime
+
+
+class KeptTensor:
+    """A saved tensor that stays where it is: small, a parameter, or of a kind that is not managed.
+
+    An output is detached: if it held its own graph through us, neither would ever be freed. A leaf is kept as it is,
+    so that a program which gives it other data meanwhile (`p.data = ...`) sees that in backward, as stock does.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = tensor._version
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor, unless it was changed since it was saved."""
+        if self.tensor._version != self.version:
+            raise changed_in_place(self.tensor.type(), tuple(self.tensor.shape), self.tensor._version, self.version)
+        return self.tensor
+
+
+class SavedTensor:
+    """A saved tensor whose storage is a record of the runtime."""
+
+    __slots__ = ("dtype", "key", "pack", "record", "runtime", "shape", "version")
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        pack: int,
+        record: int,
+        version: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self.runtime = runtime
+        self.pack = pack
+        self.record = record
+        self.key = -1  # the runtime numbers it
+        self.version = version
+        self.shape = shape
+        self.dtype = dtype
+
+    def __del__(self) -> None:
+        self.runtime.backend.close_pack(self.pack)
+
+    def is_changed(self) -> bool:
+        """Tell whether the tensor was changed since it was saved, or may have been: it was lent to numpy, for one."""
+        backend = self.runtime.backend
+        lent = backend.remakes is not None and backend.remakes.is_lent(self.record)
+        return lent or backend.version(self.pack) != self.version
+
+    def check_version(self, version_now: int) -> None:
+        """Raise what stock autograd raises for a saved tensor that was changed in place."""
+        if version_now != self.version:
+            kind = torch.empty(0, dtype=self.dtype, device=self.runtime.backend.device).type()
+            raise changed_in_place(kind, self.shape, version_now, self.version)
+
+
+def changed_in_place(kind: str, shape: tuple[int, ...], version_now: int, version_saved: int) -> RuntimeError:
+    """Return autograd's own error, which it leaves to the hooks when there are any (R5)."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(shape)}] is at version {version_now}; expected version {version_saved} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def unmanaged_reason(tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Return why a saved tensor cannot be managed on a device, or None if it can."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return f"tensor subclass {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout} tensor"
+    if tensor.device != device:
+        same_type = tensor.device.type == device.type
+        return f"tensor on {tensor.device}" if same_type else f"tensor on {tensor.device.type}"
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return "quantized tensor" if tensor.is_quantized else "conjugate or negative view"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "tensor of a torch.func transform"
+    return None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Tell whether a saved tensor is a leaf that requires a gradient, or a view of one: never moved."""
+    base = tensor._base if tensor._base is not None else tensor
+    return base.requires_grad and base.is_leaf

@@ -1,0 +1,341 @@
+"""A training on one device: a step is watched, a plan is made from it, the next steps follow that."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+import torch
+
+from lowtide.capture.builder import Recorded
+from lowtide.capture.recorder import Recorder
+from lowtide.core.machine import Machine
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.trace import Trace
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument
+from lowtide.estimate.calibrate import SPILL
+from lowtide.estimate.traffic import link_seen
+from lowtide.execute.backends.oom_messages import concerns
+from lowtide.execute.backends.protocol import Usage
+from lowtide.execute.step.runtime import Runtime
+from lowtide.execute.tide.feedback import Planned, executed
+from lowtide.execute.tide.opening import Opened
+from lowtide.execute.tide.tide import Tide
+from lowtide.plan.costs.sweep import planned_bytes
+from lowtide.plan.policy import Observes, Policy
+from lowtide.residency.schedule import Requests, compile_plan
+
+# The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's
+# state exist, is the allocator warm, and do operators take the time they will go on taking.
+_RECORDINGS = 2
+# Steps to record after one that matched no plan: it is planned once it repeats (R8).
+_ALERT_STEPS = 8
+# How often a policy may look at a step of a plan that had to wait: on a noisy machine some do for ever.
+_MOST_LESSONS = 16
+# For how many kinds of step what was recorded is kept for that.
+_MOST_PLANNED = 16
+# What a watched step takes longer, by call, beside what a recording says about seeing them all. Measured: 100 us to
+# remember one that is to run again; assumed: every tenth is.
+_REMEMBER_S = 10e-6
+
+
+class DeviceTide(Tide):
+    """See `Tide`; `opened` is the one device's memory, or the CPU's, which is closed with the tide."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        opened: Opened,
+        *,
+        policy: Policy,
+        recompute: bool | None = None,
+        moves_nothing: bool = False,
+    ) -> None:
+        super().__init__()
+        self._backend, self._machine = opened.backend, opened.machine
+        self._budget_bytes, self._spill_name = opened.budget_bytes, opened.spill_name
+        self._policy = policy
+        try:
+            if recompute is None:
+                recompute = bool(getattr(self._policy, "recomputes", False))
+            # What is worth moving depends on the budget: a small model under a small one works as a large one does.
+            self._least_bytes = min(max(self._budget_bytes // 4096, 4096), 256 << 10)
+            self._runtime = Runtime(
+                self._backend, self._policy, least_bytes=self._least_bytes, remakes=recompute and not moves_nothing
+            )
+            self._recorder = Recorder(self._backend, models, optimizers)
+            try:
+                self._runtime.know([*models, *optimizers])
+                self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
+            except BaseException:
+                self._runtime.close(bring_back=False)  # its hooks are on the parameters
+                raise
+        except BaseException:
+            self._backend.close()
+            raise
+        self._recorded: dict[tuple[int, ...], int] = {}
+        self._alert = 1
+        self._revisions = 0
+        self._remake_before_s = 0.0
+        self._planned: dict[tuple[int, ...], Planned] = {}
+        self._seen: set[int] = set()
+        self._trace: Trace | None = None
+        self._plan: Plan | None = None
+        self._step_s: list[float] = []
+        self._step_stall_s = 0.0
+        self._step_figures: dict[str, object] = {}
+        self._static_bytes = self._backend.usage().live_bytes
+        self._opened()
+
+    # ---- the loop ----
+
+    def hooks(self) -> AbstractContextManager[None]:
+        return self._runtime.hooks()
+
+    @contextmanager
+    def turning_refusals_into_errors(self) -> Iterator[None]:
+        refusals = self._backend.refusals
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._runtime.failure is not None:  # Ctrl-C while it waited for room, for one
+                raise self._runtime.take_failure() from error
+            if self._backend.refusals == refusals or not concerns(error, self._backend.device):
+                raise
+            raise self._backend.too_small() from error
+
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        self._recorder.know(optimizer)
+        self._runtime.know([optimizer])
+
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        self._recorder.know_models(models)
+
+    @property
+    def first_save_s(self) -> float | None:
+        return self._runtime.first_save_s
+
+    def begin_step(self) -> None:
+        self._inside = True
+        self._backend.refresh_static()
+        self._static_bytes = self._backend.usage().live_bytes
+        recording = self._alert > 0
+        self._runtime.begin_step(recording=recording)
+        if recording:
+            self._recorder.start()
+        else:
+            self._backend.observe(names=self._under_pressure, log=False)
+        self._started = time.perf_counter()
+        self._stall_before = self._backend.usage().stall_s
+        self._remake_before_s = self._remake_s()
+
+    def end_step(self) -> None:
+        self.finish_step()
+        self.learn()
+
+    def finish_step(self) -> None:
+        """Do what belongs to a step that went well; it has ended when this returns."""
+        self._inside = False
+        try:
+            with self.turning_refusals_into_errors():
+                self._runtime.end_step()
+        except BaseException:
+            self._recorder.cancel()
+            raise
+        finally:
+            self._backend.rest()
+        self._step_s.append(time.perf_counter() - self._started)
+        self._step_stall_s = self._backend.usage().stall_s - self._stall_before
+        self._step_figures = {
+            name: value for name, value in self._backend.figures().items() if name.startswith("last_step_")
+        }
+        if self._runtime.failure is not None:
+            self._recorder.cancel()
+            raise self._runtime.take_failure()
+
+    def abandon_step(self) -> None:
+        self._inside = False
+        self._runtime.abandon_step()
+        self._backend.rest()
+        self._recorder.cancel()
+
+    def learn(self) -> None:
+        """Learn from the step that has ended, and plan the next."""
+        matcher = self._runtime.matcher
+        followed = matcher.finish()
+        signature = tuple(matcher.signature)
+        self._alert = max(0, self._alert - 1)
+        if not signature:  # an evaluation pass: nothing was saved
+            self._recorder.cancel()
+            if not self._recorded:
+                self._alert = max(1, self._alert)
+            return
+        times_recorded = self._recorded.get(signature, 0)
+        if self._recorder.recording:
+            recorded = self._recorder.stop(gradients=self._runtime.gradient_serials)
+            # Another kind of step than all before is planned once it repeats; the very first at once.
+            repeats = not self._recorded or hash(signature) in self._seen
+            if recorded is not None:
+                self._trace = recorded.trace
+            if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
+                problem = self._problem(recorded)
+                self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
+                times_recorded = self._recorded[signature] = times_recorded + 1
+        elif followed is not None:
+            self._revise(signature)
+        self._seen.add(hash(signature))
+        if times_recorded == 0:
+            self._alert = _ALERT_STEPS
+        elif times_recorded < _RECORDINGS:
+            self._alert = max(1, self._alert)
+        elif followed is not None:
+            self._alert = 0
+
+    def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
+        plan, recorded = planned.plan, planned.recorded
+        requests = Requests(plan, recorded, planned_bytes(planned.problem, plan.swaps, plan.recomputes))
+        self._plan = requests.as_plan(plan)
+        self._runtime.matcher.add(compile_plan(plan, recorded, signature, requests=requests))
+        if isinstance(self._policy, Observes):
+            self._planned.pop(signature, None)
+            self._planned[signature] = planned
+            if len(self._planned) > _MOST_PLANNED:
+                del self._planned[next(iter(self._planned))]
+
+    def _revise(self, signature: tuple[int, ...]) -> None:
+        """Let a policy that observes planned steps change its plan by the one that has just ended."""
+        planned, waits = self._planned.get(signature), self._runtime.waits
+        if planned is None or not waits or planned.lessons >= _MOST_LESSONS:
+            return
+        assert isinstance(self._policy, Observes)
+        timeline = executed(
+            planned,
+            waits,
+            begun_s=self._started,
+            step_s=self._step_s[-1],
+            recompute_s=self._remake_s() - self._remake_before_s,
+            stall_s=self._step_stall_s,
+        )
+        revised = self._policy.observe(planned.problem, planned.plan, timeline)
+        taught = self._planned[signature] = replace(planned, plan=revised, lessons=planned.lessons + 1)
+        if revised != planned.plan:
+            self._revisions += 1
+            self._follow(taught, signature)
+
+    def _remake_s(self) -> float:
+        return self._runtime.remaker.busy_s if self._runtime.remaker is not None else 0.0
+
+    def _problem(self, recorded: Recorded) -> Problem:
+        """Return what a policy has to plan; it may run operators again only where their calls were seen."""
+        calls = sum(len(numbers) for numbers in recorded.calls.values())
+        return Problem(
+            trace=recorded.trace,
+            machine=self._machine,
+            budget_bytes=self._budget_bytes,
+            tier=SPILL,
+            can_recompute=calls > 0,
+            watch_s=recorded.numbering_s + calls * _REMEMBER_S,
+        )
+
+    @property
+    def _under_pressure(self) -> bool:
+        return self._trace is None or self._trace.peak_bytes > self._budget_bytes
+
+    # ---- answers ----
+
+    def __repr__(self) -> str:
+        if self._closed:
+            state = "closed"
+        else:
+            kind = "peak" if self._backend.exact_budget else "advisory peak"
+            state = f"{kind} {format_bytes(self._backend.usage().peak_bytes)}, spill to {self._spill_name}"
+        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
+        return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
+
+    def stats(self) -> dict[str, object]:
+        usage = self._backend.usage()
+        return {
+            "budget_bytes": self._budget_bytes,
+            "budget_exact": self._backend.exact_budget,
+            "over_budget_bytes": self._over_budget_bytes(usage),
+            "peak_bytes": usage.peak_bytes,
+            "peak_reserved_bytes": usage.peak_reserved_bytes,
+            "static_bytes": self._static_bytes,
+            "swapped_out_bytes": usage.written_bytes,
+            "swapped_in_bytes": usage.read_bytes,
+            "stall_s": usage.stall_s,
+            "last_step_stall_s": self._step_stall_s,
+            "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
+            "last_step_s": self._step_s[-1] if self._step_s else 0.0,
+            "steps": len(self._step_s),
+            "policy": self._policy.name,
+            "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
+            "plan_revisions": self._revisions,
+            "planned_recomputes": len(self._plan.recomputes) if self._plan is not None else 0,
+            **self._runtime.figures(),
+            "unmanaged": dict(self._runtime.unmanaged),
+            **self._backend.figures(),
+            **self._step_figures,  # of the step that ended, not of the one that has begun since
+        }
+
+    def _over_budget_bytes(self, usage: Usage) -> int:
+        """Return by how much the budget was passed: never, where allocations are refused."""
+        return 0 if self._backend.exact_budget else max(0, usage.peak_bytes - self._budget_bytes)
+
+    def trace(self, device: str | None = None) -> Trace:
+        self._check_device(device)
+        if self._trace is None:
+            if self._step_s:
+                least = format_bytes(self._least_bytes)
+                raise BadArgument(f"no step was recorded: none saved a tensor of {least} or more for backward")
+            raise BadArgument("no step was recorded yet: run one inside tide.step() first")
+        return self._trace
+
+    def plan(self, device: str | None = None) -> Plan | None:
+        self._check_device(device)
+        return self._plan
+
+    def machine_of(self, device: str | None = None) -> Machine:
+        self._check_device(device)
+        return self._machine
+
+    def machine_seen(self, device: str | None = None) -> Machine:
+        self._check_device(device)
+        traffic = self._backend.usage().traffic
+        if traffic is None:
+            return self._machine
+        links = {**self._machine.links, SPILL: link_seen(self._machine.links[SPILL], traffic)}
+        return replace(self._machine, links=links, source="seen")
+
+    @property
+    def device_name(self) -> str:
+        """The device's name, as in a budget."""
+        return str(self._backend.device)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget."""
+        return self._budget_bytes
+
+    @property
+    def runtime(self) -> Runtime:
+        """What manages saved tensors."""
+        return self._runtime
+
+    def _check_device(self, device: str | None) -> None:
+        if device not in (None, self.device_name):
+            raise BadArgument(f"this tide is on {self.device_name}: there is nothing to tell of {device!r}")
+
+    # ---- the end ----
+
+    def _let_go(self, *, bring_back: bool) -> None:
+        self._recorder.cancel()
+        try:
+            self._runtime.close(bring_back=bring_back)
+        finally:
+            self._backend.close(bring_back=bring_back)

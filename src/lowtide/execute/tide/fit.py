@@ -1,0 +1,103 @@
+"""`fit`: from what a user writes to a tide on the devices that the training is on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+
+from lowtide import registry
+from lowtide.errors import BadArgument
+from lowtide.execute.tide.device import DeviceTide
+from lowtide.execute.tide.fleet import Fleet
+from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend
+from lowtide.execute.tide.tide import Tide
+from lowtide.memory.budget import BudgetLike, check_ranks
+from lowtide.plan.policy import Policy
+from lowtide.tiers.medium import Medium
+from lowtide.tiers.open import Spill
+
+T = TypeVar("T")
+
+
+def fit(
+    model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    budget: BudgetLike,
+    spill: Spill = None,
+    policy: str | Policy = "auto",
+    verify: bool = False,
+    recompute: bool | None = None,
+) -> Tide:
+    """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
+
+    `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
+    "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}; for one
+    on several, that much on each, or {"cuda:0": "6GiB", "cuda:1": "10GiB", ...}: "cpu" and "disk" are for all of them.
+    `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
+    keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
+    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
+    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
+    changed; they tell parameters from activations in traces and reports.
+    """
+    models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
+    optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
+    return open_tide(models, optimizers, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)
+
+
+def open_tide(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    budget: BudgetLike,
+    spill: Spill,
+    policy: str | Policy,
+    verify: bool,
+    recompute: bool | None = None,
+    moves_nothing: bool = False,
+) -> Tide:
+    """Return a tide for a training, as `fit` explains; `moves_nothing`: it only watches."""
+    registry.policy(policy)  # nothing is opened for one that does not exist
+    devices = devices_of(models, budget)
+    budgets = budgets_for(devices, models, optimizers, budget=budget)
+    if not moves_nothing:
+        for device, one in zip(devices, budgets, strict=True):
+            check_ranks(one.fast_bytes if device is None else one.host_bytes or 0)
+    if len(devices) > 1 and isinstance(spill, Medium):
+        raise BadArgument(
+            f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
+            "pass the directory or the tier's URL as spill"
+        )
+    with ExitStack() as opened:
+        tides = []
+        for device, budgets_there in zip(devices, budgets, strict=True):
+            backend = open_backend(device, budgets_there, spill=spill, verify=verify, moves_nothing=moves_nothing)
+            tides.append(
+                DeviceTide(
+                    models,
+                    optimizers,
+                    backend,
+                    policy=registry.policy(policy),
+                    recompute=recompute,
+                    moves_nothing=moves_nothing,
+                )
+            )
+            opened.callback(tides[-1].close)
+        tide = tides[0] if len(tides) == 1 else Fleet(tides)
+        opened.pop_all()
+    return tide
+
+
+def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str) -> list[T]:
+    if given is None:
+        return []
+    if isinstance(given, kind):
+        return [given]
+    items = list(given) if isinstance(given, Iterable) else [given]
+    for item in items:
+        if not isinstance(item, kind):
+            raise BadArgument(f"{name} is a {type(item).__name__}: pass {what}, a list of them or None")
+    return items

@@ -1,0 +1,204 @@
+"""Which backend a training gets: by where its parameters are, and by what its budget names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowtide.core.machine import Machine
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.estimate.calibrate import SPILL, assumed_machine
+from lowtide.estimate.links import machine_for
+from lowtide.execute.backends.protocol import Backend
+from lowtide.memory.budget import (
+    BudgetLike,
+    Budgets,
+    auto_bytes,
+    named_devices,
+    names_accelerator,
+    parse_budget,
+    parse_device_budget,
+)
+from lowtide.tiers.medium import ALIGN_BYTES, Medium
+from lowtide.tiers.open import Spill, open_medium
+
+# Where nobody states how much pinned memory may be used: half of what "auto" would take, for the rest of the program
+# lives in the same memory; and this much where not even that can be told.
+_HOST_SHARE = 2
+_HOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A backend that is ready for `Backend.open`, and what to plan with."""
+
+    backend: Backend
+    machine: Machine
+    budget_bytes: int
+    spill_name: str
+
+
+def devices_of(models: Sequence[torch.nn.Module], budget: BudgetLike) -> tuple[torch.device | None, ...]:
+    """Return where a training runs: the accelerators that its parameters are on, else that its budget names.
+
+    (None,): on the CPU.
+    """
+    found = {parameter.device for model in models for parameter in model.parameters()}
+    devices = sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+    if devices:
+        return tuple(devices)
+    if not names_accelerator(budget):
+        return (None,)
+    if found:
+        raise BadArgument(
+            "the budget is for a device, but the model is on the CPU: move it there before lowtide.fit, "
+            "or state 'cpu' bytes"
+        )
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
+        raise BadArgument("the budget is for a device, but this machine has no accelerator: state 'cpu' bytes")
+    named = named_devices(budget)
+    if not named or (len(named) == 1 and isinstance(budget, Mapping) and "device" in budget):
+        return (torch.device(current.type, torch.accelerator.current_device_index()),)
+    there = [f"{current.type}:{index}" for index in range(torch.accelerator.device_count())]
+    for name in named:
+        if name not in there:
+            raise BadArgument(f"the budget names {name}, but the devices here are {', '.join(there)}")
+    return tuple(torch.device(name) for name in sorted(named))
+
+
+def budgets_for(
+    devices: Sequence[torch.device | None],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    budget: BudgetLike,
+) -> list[Budgets]:
+    """Return what each device may have. Memory below several devices is theirs together, and shared out.
+
+    Each gets of it what its budget is of all budgets, in whole pages.
+    """
+    found = []
+    for device in devices:
+        held_bytes = _held_bytes(models, optimizers, device or torch.device("cpu"))
+        if device is None:
+            found.append(parse_budget(budget, held_bytes=held_bytes))
+        else:
+            found.append(_with_host_bytes(_device_budgets(budget, device, held_bytes=held_bytes)))
+    total_bytes = sum(one.fast_bytes for one in found)
+
+    def share(all_bytes: int | None, one: Budgets) -> int | None:
+        if all_bytes is None or len(found) == 1:
+            return all_bytes
+        return all_bytes * one.fast_bytes // total_bytes // ALIGN_BYTES * ALIGN_BYTES
+
+    return [replace(one, host_bytes=share(one.host_bytes, one), disk_bytes=share(one.disk_bytes, one)) for one in found]
+
+
+def open_backend(
+    device: torch.device | None, budgets: Budgets, *, spill: Spill, verify: bool, moves_nothing: bool
+) -> Opened:
+    """Return the backend for a device (None: the CPU's)."""
+    if device is not None:
+        _check_capacity(budgets, device, is_bounded=not moves_nothing)
+    medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
+    name = ", ".join(map(str, getattr(medium, "directories", ()))) or f"tier '{medium.name}'"
+    try:
+        if medium.lossy and not moves_nothing:
+            raise BadArgument(
+                f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
+                "pass a directory as spill"
+            )
+        if device is None:
+            machine, backend = machine_for(medium), _cpu(medium, verify=verify)
+        else:
+            machine, backend = _device_machine(device, budgets), _on_device(medium, device, budgets, verify=verify)
+    except BaseException:
+        medium.close()
+        raise
+    return Opened(backend=backend, machine=machine, budget_bytes=budgets.fast_bytes, spill_name=name)
+
+
+def _cpu(medium: Medium, *, verify: bool) -> Backend:
+    from lowtide.execute.backends.cpu.backend import CpuBackend
+
+    try:
+        return CpuBackend(medium, verify=verify)
+    except NativeUnavailable as error:
+        from lowtide.execute.backends.advisory.backend import AdvisoryBackend
+
+        return AdvisoryBackend(medium, verify=verify, reason=str(error))
+
+
+def _on_device(medium: Medium, device: torch.device, budgets: Budgets, *, verify: bool) -> Backend:
+    from lowtide.execute.backends.accelerator.backend import AcceleratorBackend
+
+    assert budgets.host_bytes is not None
+    return AcceleratorBackend(medium, device=device, host_bytes=budgets.host_bytes, verify=verify)
+
+
+def _with_host_bytes(budgets: Budgets) -> Budgets:
+    if budgets.host_bytes is not None:
+        return budgets
+    host_bytes = _HOST_BYTES
+    with suppress(BadArgument):
+        host_bytes = auto_bytes() // _HOST_SHARE
+    return replace(budgets, host_bytes=host_bytes)
+
+
+def _device_budgets(budget: BudgetLike, device: torch.device, *, held_bytes: int) -> Budgets:
+    def free_bytes() -> int:
+        return int(torch.accelerator.get_memory_info(device)[0])
+
+    budgets = parse_device_budget(budget, free_bytes=free_bytes, held_bytes=held_bytes)
+    if not budgets.devices:
+        return budgets
+    stated = dict(budgets.devices)
+    if str(device) in stated:
+        return replace(budgets, fast_bytes=stated[str(device)])
+    if isinstance(budget, dict) and "device" in budget:
+        return budgets
+    raise BadArgument(
+        f"the budget names {', '.join(stated)}, but the model is on {device}: state '{device}' or 'device' bytes"
+    )
+
+
+def _check_capacity(budgets: Budgets, device: torch.device, *, is_bounded: bool) -> None:
+    total_bytes = int(torch.accelerator.get_memory_info(device)[1])
+    if is_bounded and budgets.fast_bytes > total_bytes:
+        raise BadArgument(
+            f"a budget of {format_bytes(budgets.fast_bytes)} is more than {device} has, {format_bytes(total_bytes)}: "
+            "state less, or 'auto'"
+        )
+
+
+def _device_machine(device: torch.device, budgets: Budgets) -> Machine:
+    from lowtide.execute.backends.accelerator.link import measure_device_link
+
+    # The measurement must not pass the budget itself.
+    used_bytes = torch.accelerator.memory_allocated(device)
+    free_bytes = int(torch.accelerator.get_memory_info(device)[0])
+    link = measure_device_link(device, room_bytes=min(budgets.fast_bytes - used_bytes, free_bytes) // 2)
+    if link is None:
+        return replace(assumed_machine(), name=str(device))
+    return replace(assumed_machine(), name=str(device), links={SPILL: link}, source="measured")
+
+
+def _held_bytes(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> int:
+    """Return the bytes of the tensors that exist already: "auto" counts them in, the kernel counts them as used."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    for optimizer in optimizers:
+        tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or lazy and not there yet
+            storage = tensor.untyped_storage()
+            if storage.device == device:
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

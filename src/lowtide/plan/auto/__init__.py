@@ -1,0 +1,1 @@
+"""The joint optimiser: candidates, attempts, and the exchanges that improve them."""

@@ -1,0 +1,138 @@
+"""A step runs again what its plan says, no less: what is simulated is what happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.timeline import Lane
+from lowtide.execute.tide.tide import Tide
+from lowtide.plan.compose import compose
+from lowtide.plan.policy import View, until_covered
+from lowtide.plan.views.lineage import Lineage
+from lowtide.simulate import simulate
+
+WIDTH = 256
+LAYERS = 4
+
+
+class SwapFirstDropSecond:
+    """Swaps what the first layer makes and drops what the second makes of it: its recipe leads through what is away."""
+
+    name = "swap_first_drop_second"
+    summary = "swaps one, drops another that is made from it"
+    recomputes = True
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan."""
+        trace = problem.trace
+        lineage = Lineage(trace)
+        saved = [gap for gap in trace.gaps() if lineage.producer(gap.storage) is not None]
+        first, second = sorted(saved, key=lambda gap: gap.after_op)[:2]
+        absent = {first.storage, second.storage}
+        ops = lineage.recipe(
+            [second.storage], available=lambda one: one not in absent and alive(problem, one, second.before_op)
+        )
+        assert ops is not None
+        swaps = [Swap(gap=first, fetch_op=first.before_op)]
+        return compose(self.name, problem, swaps, [Recompute(gap=second, ops=ops)])
+
+    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
+        """Give up what was used least recently."""
+        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)
+
+
+def alive(problem: Problem, storage: int, op: int) -> bool:
+    found = problem.trace.storages[storage]
+    return found.first_op < op <= found.last_op
+
+
+def gradients(weights: list[Tensor], inputs: Tensor, tide: Tide | None) -> list[Tensor]:
+    for weight in weights:
+        weight.grad = None
+
+    def step() -> None:
+        value = inputs
+        for weight in weights:
+            value = (value * weight).sigmoid()
+        value.sum().backward()
+
+    if tide is None:
+        step()
+    else:
+        with tide.step():
+            step()
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def test_what_is_away_is_made_again_where_the_plan_says_so_and_not_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(WIDTH, requires_grad=True) for _ in range(LAYERS)]
+    inputs = torch.randn(1024, WIDTH)
+    stock = gradients(weights, inputs, None)
+    with lowtide.fit(budget="16MiB", spill=tmp_path, policy=SwapFirstDropSecond()) as tide:
+        for _ in range(4):
+            before = tide.stats()
+            managed = gradients(weights, inputs, tide)
+            assert all(torch.equal(one, other) for one, other in zip(stock, managed, strict=True))
+        after, plan = tide.stats(), tide.plan()
+        problem = Problem(trace=tide.trace(), machine=tide.machine, budget_bytes=16 << 20, can_recompute=True)
+    assert plan is not None
+    ran = int(str(after["recomputed_ops"])) - int(str(before["recomputed_ops"]))
+    assert ran == len(plan.recomputes[0].ops) == 4, "the second layer's two operators, and the first layer's"
+    timeline = simulate(problem, plan)
+    assert ran == sum(span.lane is Lane.RECOMPUTE for span in timeline.spans)
+    moved = int(str(after["swapped_in_bytes"])) - int(str(before["swapped_in_bytes"]))
+    assert moved == timeline.moved_in_bytes == 1024 * WIDTH * 4
+
+
+def in_place(tensor: Tensor) -> None:
+    tensor.mul_(2.0)
+
+
+def through_data(tensor: Tensor) -> None:
+    tensor.data.mul_(2.0)
+
+
+def on_another_thread(tensor: Tensor) -> None:
+    thread = threading.Thread(target=tensor.mul_, args=(2.0,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, on_another_thread])
+def test_what_is_away_is_read_where_it_could_not_be_made_again(
+    change: Callable[[Tensor], None], tmp_path: Path
+) -> None:
+    """An operand of the first layer changes between forward and backward: its product is read after all."""
+    torch.manual_seed(0)
+    weights = [torch.randn(WIDTH, requires_grad=True) for _ in range(LAYERS)]
+    other = torch.randn(1024, WIDTH)
+
+    def step(index: int) -> list[Tensor]:
+        for weight in weights:
+            weight.grad = None
+        added = torch.full((1024, WIDTH), 0.5)
+        value = added + weights[0]
+        for weight in weights:
+            value = (value + other * weight).sigmoid()
+        if index >= 4:
+            change(added)
+        value.sum().backward()
+        return [weight.grad for weight in weights if weight.grad is not None]
+
+    stock = [step(index) for index in range(6)]
+    with lowtide.fit(budget="24MiB", spill=tmp_path, policy=SwapFirstDropSecond()) as tide:
+        for index in range(6):
+            with tide.step():
+                managed = step(index)
+            for one, found in zip(stock[index], managed, strict=True):
+                assert torch.equal(one, found), f"step {index} differs"
+        assert int(str(tide.stats()["recomputed_ops"])) > 0
