@@ -128,10 +128,11 @@ class _Steps:
             self.counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
+def capture_script(path: Path, argv: list[str], *, steps: int = 3) -> Trace:
     """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps.
 
-    One more step, if the script has one, counts floating-point operations: counting slows operators down.
+    The first of them has the start of the program in it, the second still makes what later ones find. One more step, if
+    the script has one, counts floating-point operations: counting slows operators down.
     """
     from lowtide.capture.flops import with_flops
     from lowtide.execute.tide.fit import open_tide
@@ -165,4 +166,4 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return with_flops(trace, seen.counter.counted)
+        return replace(with_flops(trace, seen.counter.counted), model=path.name)

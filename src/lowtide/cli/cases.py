@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from lowtide.cli.output import warn
 from lowtide.errors import BadArgument, BudgetTooSmall, TraceError
 
 if TYPE_CHECKING:
@@ -58,6 +59,18 @@ def read_machine(name: str | None) -> Machine:
     from lowtide.estimate.calibrate import assumed_machine, load_machine
 
     return load_machine() or assumed_machine()
+
+
+def warn_of_mixed_times(trace: Trace, machines: Sequence[Machine], *, keep_times: bool) -> None:
+    """Say so where operators take the times of one machine, and transfers those of another."""
+    if not keep_times or not trace.timed_for:
+        return
+    for machine in machines:
+        if machine.name != trace.timed_for:
+            warn(
+                f"the trace's operator times were predicted for {trace.timed_for}, and its transfers take the time "
+                f"they take on {machine.name}: pass --machine {trace.timed_for} to have both of one machine"
+            )
 
 
 def read_machines(text: str | None) -> list[Machine]:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.cases import check_floor, model_options, progress, read_machine, read_policies, read_trace, words
+from lowtide.cli.cases import (
+    check_floor,
+    model_options,
+    progress,
+    read_machine,
+    read_policies,
+    read_trace,
+    warn_of_mixed_times,
+    words,
+)
 from lowtide.cli.checks import check_output
 from lowtide.cli.compare import DEFAULT_BUDGETS
 from lowtide.cli.output import console, facts, warn, write_text
@@ -121,6 +130,7 @@ def _from_trace(wish: Wish) -> tuple[Comparison, Focus]:
         raise BadArgument("a report of a trace needs --budget, such as 2GiB or 60%")
     target = read_machine(wish.machine)
     trace = read_trace(wish.source)
+    warn_of_mixed_times(trace, [target], keep_times=wish.keep_times or wish.machine is None)
     stated = [wish.budget, *words(wish.budgets or DEFAULT_BUDGETS, what="--budgets")]
     budgets_bytes = [budget_of(text, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes) for text in stated]
     check_floor(trace, budgets_bytes=budgets_bytes[:1])

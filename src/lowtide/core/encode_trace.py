@@ -30,6 +30,7 @@ def encode_trace(trace: Trace) -> dict[str, Any]:
         "model": trace.model,
         "device": trace.device,
         "torch_version": trace.torch_version,
+        "timed_for": trace.timed_for,
         "static_bytes": trace.static_bytes,
         "names": names,
         "modules": modules,
@@ -60,6 +61,7 @@ def decode_trace(fields: Fields, version: int) -> Trace:
         model=fields.get("model", text),
         device=fields.get("device", text),
         torch_version=fields.get("torch_version", text),
+        timed_for=fields.get("timed_for", text) if "timed_for" in fields.names() else "",
     )
     _check_references(trace)
     return trace

@@ -129,6 +129,7 @@ class Gap:
 class Trace:
     """A recorded step. `static_bytes` were alive before it began and after it ended.
 
+    `timed_for` is the machine that its times were predicted for (empty: they were measured where it was recorded).
     `reach` says what its executor can move; storages of fewer than `least_bytes` are not worth moving.
     """
 
@@ -141,6 +142,7 @@ class Trace:
     torch_version: str = ""
     reach: Reach = Reach.SAVED
     least_bytes: int = 0
+    timed_for: str = ""
 
     @property
     def duration_s(self) -> float:
