@@ -39,6 +39,7 @@ def command(
     *,
     output: Path,
     model: str | None,
+    hf_config: Path | None,
     batch: int | None,
     dtype: str,
     sizes: tuple[str, ...],
@@ -63,13 +64,14 @@ def command(
     """
     if steps < 1:
         raise BadArgument(f"{steps} steps record nothing: pass --steps 1 or more")
-    if (script is None) == (model is None):
+    named = model is not None or hf_config is not None
+    if (script is None) != named:
         raise BadArgument("capture needs a script or --model NAME, and not both")
-    if model is None and (fake or machine is not None):
+    if not named and (fake or machine is not None):
         raise BadArgument("--fake and --machine need --model NAME: a script is executed and measured")
     if script is not None:
         check_script(script)
-    wanted = check_model(model, batch=batch, dtype=dtype, sizes=sizes)
+    wanted = check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes)
     check_output(output, others=[script])
     if wanted is not None:
         trace = build_trace(wanted, fake=fake, machine=machine, steps=steps)

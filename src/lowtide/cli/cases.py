@@ -130,7 +130,7 @@ def check_floor(trace: Trace, *, budgets_bytes: Sequence[int]) -> None:
             budget_bytes=budget_bytes,
             needed_bytes=trace.floor_bytes(),
             op="the step" if op is None else op.name,
-            detail=f"in {op.module}" if op is not None and op.module else "",
+            place="" if op is None else op.place,
         )
 
 

@@ -60,6 +60,8 @@ def command(
         else:
             _print_need(trace, floor_only=floor_only)
         return 0
+    if budget_bytes < trace.floor_bytes() and not as_json:
+        _print_need(trace, floor_only=False)  # the figures are the answer to a budget that is too small
     check_floor(trace, budgets_bytes=[budget_bytes])
     warn_of_mixed_times(trace, [target], keep_times=True)
     plan = _plan(trace, target, budget_bytes=budget_bytes, policy=policy)
@@ -124,7 +126,7 @@ def _origin(trace: Trace) -> str:
 def _print_need(trace: Trace, *, floor_only: bool) -> None:
     op = trace.floor_op()
     floor = ("floor", f"{format_bytes(trace.floor_bytes())} ({trace.floor_bytes()} bytes)")
-    setter = ("set by", "nothing: the trace has no operators" if op is None else f"{op.name} {op.module}".rstrip())
+    setter = ("set by", "nothing: the trace has no operators" if op is None else f"{op.name} {op.place}".rstrip())
     rows = [floor, setter]
     if not floor_only:
         rows = [

@@ -75,6 +75,13 @@ class Op:
     module: str = ""
     flops: float = 0.0
 
+    @property
+    def place(self) -> str:
+        """Where in the program it is, as far as that is known: in a layer, or in the optimizer's step."""
+        if self.phase is Phase.UPDATE:
+            return "in the optimizer's step"
+        return f"in {self.module}" if self.module else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
