@@ -31,10 +31,13 @@ class BudgetTooSmall(LowtideError, MemoryError):
         self.detail = detail
         self.device = device
         self.place = place
-        remedy = "choose an optimizer with less state" if "optimizer" in place else "shrink the batch"
+        remedy = "choose an optimizer with less state" if place.endswith("'s step") else "shrink the batch"
+        size = format_bytes(budget_bytes)
+        if size == format_bytes(needed_bytes):
+            size = f"{size} ({budget_bytes} bytes)"
         whose, where = f" of {device}" if device else "", f" {place}" if place else ""
         text = (
-            f"budget {format_bytes(budget_bytes)}{whose} cannot run '{op}'{where}, "
+            f"budget {size}{whose} cannot run '{op}'{where}, "
             f"which needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
             f"raise the budget or {remedy}"
         )

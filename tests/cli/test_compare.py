@@ -129,6 +129,7 @@ def test_a_policy_that_fails_by_itself_is_a_row_and_exit_code_1(
 
     known = registry.policy
     monkeypatch.setattr(registry, "policy", lambda name: Broken() if name == "broken" else known(name))
+    monkeypatch.setattr(registry, "policy_names", lambda: ("auto", "broken"))
     assert main(["compare", "--policies", "broken,auto", "--budgets", "90%", "--jobs", "1", trace_path]) == 1
     text = capsys.readouterr().out
     assert "broken: failed, IndexError: out of reach" in text

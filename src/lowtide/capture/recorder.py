@@ -64,10 +64,11 @@ class Recorder:
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         """Give the layers of models that were found later their names; they live as long as the program wants."""
-        known = {id(model) for model in self._all_models()}
+        known = {id(model) for model in self.models()}
         self._found += [weakref.ref(model) for model in models if id(model) not in known]
 
-    def _all_models(self) -> list[torch.nn.Module]:
+    def models(self) -> list[torch.nn.Module]:
+        """Return the models that are known and alive."""
         return [*self._models, *(model for found in self._found if (model := found()) is not None)]
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class Recorder:
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
             kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
-            model=type(models[0]).__name__ if (models := self._all_models()) else "",
+            model=type(models[0]).__name__ if (models := self.models()) else "",
             torch_version=torch.__version__,
         )
         trace = replace(recorded.trace, device=self._backend.device.type)
@@ -114,7 +115,7 @@ class Recorder:
 
     def _name_modules(self) -> None:
         self._path.clear()
-        for model in self._all_models():
+        for model in self.models():
             if any(hasattr(module, "_orig_mod") for module in model.modules()):
                 continue  # hooks would make torch.compile compile it again
             for name, module in model.named_modules():
@@ -143,7 +144,7 @@ class Recorder:
                 if tensor.device == self._backend.device and tensor.layout is torch.strided:
                     kinds.setdefault(self._backend.serial_of(tensor), kind)
 
-        for model in self._all_models():
+        for model in self.models():
             note(model.parameters(), Kind.PARAM)
             note(model.buffers(), Kind.BUFFER)
             note((parameter.grad for parameter in model.parameters()), Kind.GRAD)

@@ -120,4 +120,5 @@ def _tell(trace: Trace, output: Path, *, as_json: bool) -> None:
         ("step", f"{format_seconds(trace.duration_s)}, {times}"),
         ("next", f"lowtide plan --floor {output}"),
     ]
-    console().print(facts(f"{output}", rows))
+    origin = "simulated" if trace.timed_for else "measured"
+    console().print(facts(f"{trace.model or 'The step'}, {origin}", [("trace", str(output)), *rows]))

@@ -89,10 +89,14 @@ def read_policies(text: str) -> list[str]:
     """Return the policies that a list such as "auto,vdnn" names, or all of them."""
     from lowtide import registry
 
-    names = list(registry.policy_names()) if text.strip() == "all" else words(text, what="--policies")
+    if text.strip().lower() == "all":
+        # The product first: whoever takes them in this order shows it on top.
+        names = sorted(registry.policy_names(), key=lambda name: name != "auto")
+    else:
+        names = [registry.registered_name(name) for name in words(text, what="--policies")]
     for name in names:
         registry.policy(name)
-    return names
+    return list(dict.fromkeys(names))
 
 
 def words(text: str, *, what: str) -> list[str]:

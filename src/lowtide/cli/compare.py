@@ -105,7 +105,7 @@ def _print(comparison: Comparison, stated: dict[int, str], out: Path | None) -> 
 
     screen = console()
     screen.print(
-        f"{comparison.model or 'The step'}: {comparison.operators} operators, "
+        f"{comparison.model or 'The step'}, simulated: {comparison.operators} operators, "
         f"peak {format_bytes(comparison.peak_bytes)} unmanaged, floor {format_bytes(comparison.floor_bytes)}"
     )
     for machine in comparison.machines:

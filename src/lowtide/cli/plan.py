@@ -135,7 +135,8 @@ def _print_need(trace: Trace, *, floor_only: bool) -> None:
             *rows,
             ("step, unmanaged", f"{format_seconds(trace.duration_s)}, {_origin(trace)}"),
         ]
-    console().print(facts("What the step needs", rows))
+    origin = "simulated" if trace.timed_for else "measured"
+    console().print(facts(f"What {trace.model or 'the step'} needs, {origin}", rows))
 
 
 def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
@@ -161,4 +162,4 @@ def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
         rows.insert(2, ("recomputes", f"{len(plan.recomputes)} of {len(trace.gaps())} gaps"))
     rows.extend(("note", note) for note in plan.notes)
     console().print()
-    console().print(facts(f"What policy {plan.policy} would do", rows))
+    console().print(facts(f"What policy {plan.policy} would do, simulated", rows))

@@ -75,7 +75,7 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
         (f"{format_bytes(cut['nbytes'])} read, copied", _sentence(cut)),
         ("kept in", str(path)),
     ]
-    console().print(facts("This machine", rows))
+    console().print(facts("This machine, measured", rows))
     return 0
 
 

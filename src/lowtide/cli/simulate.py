@@ -63,7 +63,7 @@ def command(
     """
     if codec is None and density is not None:
         raise click.UsageError("--density is what a codec finds: name one with --codec as well")
-    check_policy(policy)
+    policy = check_policy(policy)
     check_output(out, others=[trace_path, perfetto])
     check_output(perfetto, others=[trace_path])
     target = read_machine(machine)

@@ -24,6 +24,7 @@ from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.tide.feedback import Planned, executed
 from lowtide.execute.tide.opening import Opened
+from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.costs.sweep import planned_bytes
 from lowtide.plan.policy import Observes, Policy
@@ -107,7 +108,7 @@ class DeviceTide(Tide):
                 raise self._runtime.take_failure() from error
             if self._backend.refusals == refusals or not concerns(error, self._backend.device):
                 raise
-            raise self._backend.too_small() from error
+            raise located(self._backend.too_small(), error, self._recorder.models()) from error
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)
