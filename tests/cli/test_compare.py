@@ -16,6 +16,7 @@ from lowtide.core.serialize import load_trace, save
 from lowtide.core.units import format_bytes
 from lowtide.report import Outcome, load_comparison
 from lowtide.testing.traces import chain_trace, machine_of
+from tests.interrupts import feel_interrupts
 
 MIB = 2**20
 TRACE = chain_trace(16, nbytes=8 * MIB, duration_s=0.05, static_bytes=10 * MIB)
@@ -172,6 +173,7 @@ def test_ctrl_c_ends_everything_and_leaves_no_file(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=feel_interrupts,
     )
     deadline_s = time.monotonic() + 60
     workers: list[int] = []
