@@ -282,3 +282,7 @@ def test_a_budget_may_be_a_share_of_auto_and_needs_a_unit_where_it_is_small(
     assert "add a unit, such as '2GiB'" in refused(capsys, "run", "--budget=2", __file__)
     assert "write '50%'" in refused(capsys, "run", "--budget=150%", __file__)
     assert budget.parse_budget(4096).fast_bytes == 4096, "an int is bytes"
+
+
+def test_run_refuses_a_module_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "module nosuch.train does not exist" in refused(capsys, "run", GOOD, "-m", "nosuch.train")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -42,6 +44,13 @@ def check_script(path: Path) -> Path:
         ) from None
     except OSError as error:
         raise BadArgument(f"script {path} cannot be read ({error.strerror}): change its permissions") from None
+
+
+def check_module(name: str) -> None:
+    """Refuse a module whose package is nowhere to be found; nothing of it is imported yet."""
+    top = name.partition(".")[0]
+    if top not in sys.modules and PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+        raise BadArgument(f"module {name} does not exist: check its name, and run from the directory that holds {top}")
 
 
 def check_spill(locations: Sequence[str]) -> None:

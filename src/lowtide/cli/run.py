@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from lowtide.cli.checks import (
+    check_module,
     check_output,
     check_policy,
     check_script,
@@ -108,6 +109,8 @@ def command(
     path = program.program if isinstance(program, Here) and isinstance(program.program, Path) else None
     if path is not None:
         check_script(path)
+    elif isinstance(program, Here):
+        check_module(str(program.program))
     where = spill_locations(spill)
     check_spill(where)
     policy = check_policy(policy)
