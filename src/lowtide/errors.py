@@ -17,33 +17,44 @@ class BadArgument(LowtideError, ValueError):
 
 
 class BudgetTooSmall(LowtideError, MemoryError):
-    """The budget cannot hold what one operator needs at once, whatever is moved away; `device`: whose budget."""
+    """The budget cannot hold what one operator needs at once, whatever is moved away.
 
-    def __init__(self, *, budget_bytes: int, needed_bytes: int, op: str, detail: str = "", device: str = "") -> None:
+    `device`: whose budget. `place`: where the operator is, such as "in the optimizer's step".
+    """
+
+    def __init__(
+        self, *, budget_bytes: int, needed_bytes: int, op: str, detail: str = "", device: str = "", place: str = ""
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.op = op
         self.detail = detail
         self.device = device
+        self.place = place
+        remedy = "choose an optimizer with less state" if place.endswith("'s step") else "shrink the batch"
         budget, needed = format_bytes(budget_bytes), format_bytes(needed_bytes)
         if budget == needed:  # "2.08 GiB cannot hold 2.08 GiB" helps nobody
             budget, needed = f"{budget} ({budget_bytes} bytes)", f"{needed_bytes - budget_bytes} bytes more than that"
         else:
             needed = f"at least {needed} ({needed_bytes} bytes)"
+        whose, where = f" of {device}" if device else "", f" {place}" if place else ""
         text = (
-            f"budget {budget}{f' of {device}' if device else ''} cannot run '{op}', "
-            f"which needs {needed} at once: raise the budget or shrink the batch"
+            f"budget {budget}{whose} cannot run '{op}'{where}, which needs {needed} at once: "
+            f"raise the budget or {remedy}"
         )
         super().__init__(f"{text} ({detail})" if detail else text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_budget_too_small, (self.budget_bytes, self.needed_bytes, self.op, self.detail, self.device))
+        known = (self.budget_bytes, self.needed_bytes, self.op, self.detail, self.device, self.place)
+        return (_rebuild_budget_too_small, known)
 
 
 def _rebuild_budget_too_small(
-    budget_bytes: int, needed_bytes: int, op: str, detail: str, device: str
+    budget_bytes: int, needed_bytes: int, op: str, detail: str, device: str, place: str
 ) -> BudgetTooSmall:
-    return BudgetTooSmall(budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail, device=device)
+    return BudgetTooSmall(
+        budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail, device=device, place=place
+    )
 
 
 def static_too_large(*, budget_bytes: int, static_bytes: int, device: str = "") -> BudgetTooSmall:

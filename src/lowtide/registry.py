@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from lowtide.core.spelling import did_you_mean
 from lowtide.errors import BadArgument
 from lowtide.plan.policy import About, Policy
 
@@ -58,20 +59,36 @@ def policy_names() -> tuple[str, ...]:
     return tuple(sorted({*_BUILTIN_POLICIES, *_installed()}))
 
 
+def registered_name(name: str) -> str:
+    """Return the name that a policy is registered under; capitals, hyphens and blanks around it do not matter."""
+    installed = policy_names()
+    if name in installed:
+        return name
+    plain = name.strip().lower().replace("-", "_")
+    known = {each.lower().replace("-", "_"): each for each in installed}
+    if plain not in known:
+        raise BadArgument(f"unknown policy {name!r}{did_you_mean(plain, known) or _one_of(installed)}")
+    return known[plain]
+
+
 def policy(name_or_object: str | Policy) -> Policy:
     """Return the policy of that name, or the object itself if it is a policy."""
     if not isinstance(name_or_object, str):
         return _as_policy(name_or_object, origin=f"{name_or_object!r}")
+    name_or_object = registered_name(name_or_object)
     if target := _BUILTIN_POLICIES.get(name_or_object):
         module, _, attribute = target.partition(":")
         return _as_policy(getattr(import_module(module), attribute), origin=target)
-    if entry := _installed().get(name_or_object):
-        try:
-            found = entry.load()
-        except Exception as error:  # whatever a third-party module raises on import is its user's answer
-            raise BadArgument(f"policy {name_or_object!r} ({entry.value}) does not load: {error}") from error
-        return _as_policy(found, origin=entry.value)
-    raise BadArgument(f"unknown policy {name_or_object!r}: choose one of {', '.join(policy_names())}")
+    entry = _installed()[name_or_object]
+    try:
+        found = entry.load()
+    except Exception as error:  # whatever a third-party module raises on import is its user's answer
+        raise BadArgument(f"policy {name_or_object!r} ({entry.value}) does not load: {error}") from error
+    return _as_policy(found, origin=entry.value)
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return f": choose one of {', '.join(names)}"
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lowtide import registry
 from lowtide.cli import VERBS, main
+from lowtide.memory import budget
 
 GOOD = "--budget=1GiB"
 
@@ -256,3 +258,31 @@ def test_a_file_that_is_missing_is_named(capsys: pytest.CaptureFixture[str], tmp
     trace = str(Path(__file__).parents[1] / "data" / "vgg.trace")
     assert "does not exist" in refused(capsys, "report", "-o", str(tmp_path / "x.html"), str(tmp_path / "no.json"))
     assert "machine file ./no.machine does not exist" in refused(capsys, "estimate", "--machine", "./no.machine", trace)
+
+
+def test_a_verb_that_is_nearly_right_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'run'?" in refused(capsys, "rnu")
+    assert "lowtide run --budget 2GiB train.py" in refused(capsys, "train.py")
+
+
+def test_policies_are_found_whatever_their_capitals_and_hyphens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert registry.registered_name("VDNN") == "vdnn"
+    assert registry.registered_name("swap-all") == "swap_all"
+    assert "did you mean 'capuchin'?" in refused(capsys, "run", GOOD, "--policy=capucin", __file__)
+    assert "did you mean 'v100'" in refused(capsys, "estimate", "--model", "vgg16", "--machine", "v10")
+
+
+def test_a_budget_may_be_a_share_of_auto_and_needs_a_unit_where_it_is_small(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = budget.MemoryLimit(source="host memory", limit_bytes=2**40, left_bytes=8 * 2**30)
+    monkeypatch.setattr(budget, "memory_limits", lambda **_: (limit,))
+    whole = budget.parse_budget("auto").fast_bytes
+    assert budget.parse_budget("50%").fast_bytes == whole // 2
+    assert "add a unit, such as '2GiB'" in refused(capsys, "run", "--budget=2", __file__)
+    assert "write '50%'" in refused(capsys, "run", "--budget=150%", __file__)
+    assert budget.parse_budget(4096).fast_bytes == 4096, "an int is bytes"
+
+
+def test_run_refuses_a_module_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "module nosuch.train does not exist" in refused(capsys, "run", GOOD, "-m", "nosuch.train")

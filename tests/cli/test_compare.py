@@ -17,6 +17,7 @@ from lowtide.core.units import format_bytes
 from lowtide.plan.policy import About, Family, Runs
 from lowtide.report import Outcome, load_comparison
 from lowtide.testing.traces import chain_trace, machine_of
+from tests.interrupts import feel_interrupts
 
 MIB = 2**20
 TRACE = chain_trace(16, nbytes=8 * MIB, duration_s=0.05, static_bytes=10 * MIB)
@@ -131,6 +132,7 @@ def test_a_policy_that_fails_by_itself_is_a_row_and_exit_code_1(
 
     known = registry.policy
     monkeypatch.setattr(registry, "policy", lambda name: Broken() if name == "broken" else known(name))
+    monkeypatch.setattr(registry, "policy_names", lambda: ("auto", "broken"))
     assert main(["compare", "--policies", "broken,auto", "--budgets", "90%", "--jobs", "1", trace_path]) == 1
     text = capsys.readouterr().out
     assert "broken: failed, IndexError: out of reach" in text
@@ -173,6 +175,7 @@ def test_ctrl_c_ends_everything_and_leaves_no_file(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=feel_interrupts,
     )
     deadline_s = time.monotonic() + 60
     workers: list[int] = []

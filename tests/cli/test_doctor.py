@@ -72,7 +72,7 @@ def test_a_file_as_spill_directory_is_one_line(tmp_path: Path, capsys: pytest.Ca
         assert captured.out == ""
         assert captured.err == f"lowtide: spill location {path} is not a directory: pass a directory with --spill\n"
     assert main(["doctor", "--spill", "null:"]) == 2
-    assert "null: is no directory" in capsys.readouterr().err
+    assert "null: is not a directory" in capsys.readouterr().err
 
 
 def test_the_probe_names_the_disk_that_was_measured(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lowtide import zoo
 from lowtide.cli import main
 from lowtide.core.serialize import load_trace, save
 from lowtide.estimate import machine
@@ -97,7 +98,8 @@ def test_a_script_may_follow_two_hyphens_and_its_operations_are_counted(
 
 
 def test_a_budget_below_the_floor_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, "estimate", *VGG, "--machine", "v100", "--budget", "1MiB")
+    assert main(["estimate", *VGG, "--machine", "v100", "--budget", "1MiB"]) == 2
+    line = capsys.readouterr().err
     assert "raise the budget" in line
     assert "aten::" in line
 
@@ -105,7 +107,7 @@ def test_a_budget_below_the_floor_is_refused(capsys: pytest.CaptureFixture[str])
 def test_bad_arguments_are_refused_with_what_to_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = str(tmp_path / "t")
     assert "v100-nvlink" in refused(capsys, "estimate", *VGG, "--machine", "v1000")
-    assert "choose one of alexnet" in refused(capsys, "estimate", "--model", "vgg17", "--machine", "v100")
+    assert "did you mean 'vgg16'" in refused(capsys, "estimate", "--model", "vgg17", "--machine", "v100")
     assert "trace or --model NAME" in refused(capsys, "estimate", "--machine", "v100")
     assert "does not exist" in refused(capsys, "estimate", str(tmp_path / "no"), "--machine", "v100")
     assert "it has image=224" in refused(capsys, "estimate", "--model", "vgg16", "--size", "x=1", "--machine", "v100")
@@ -139,3 +141,45 @@ def test_here_is_the_machine_that_was_probed(
     assert "run 'lowtide probe'" in refused(capsys, "estimate", *VGG, "--machine", "here")
     save_machine(machine("cpu"), directories=[tmp_path])
     assert told(capsys, "estimate", *VGG, "--machine", "here")["machine"] == "cpu"
+
+
+def test_a_step_that_does_not_fit_gets_a_table_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "gpt2", "--size", "layers=2", "--batch", "4", "--machine", "v100", "--budget", "400MiB"]
+    assert main(["estimate", *options]) == 2
+    captured = capsys.readouterr()
+    rows = {line.split("  ")[0] for line in captured.out.splitlines()}
+    assert {"weights", "gradients", "optimizer state", "activations", "floor", "verdict", "would fit"} <= rows
+    assert "does not fit" in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 80
+    assert captured.err.count("\n") == 1
+    assert main(["estimate", *options, "--json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["fits"]
+    at_peak = sum(share["at_peak_bytes"] for share in answer["parts"].values())
+    assert at_peak == answer["peak_bytes"]
+    remedies = {remedy["change"]: remedy["needed_bytes"] for remedy in answer["remedies"]}
+    assert any("bfloat16" in change for change in remedies)
+    assert max(remedies.values()) == answer["floor_bytes"]
+
+
+def test_the_parts_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--model", "gpt2", "--size", "layers=2", "--machine", "v100", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    weights = (50257 + 1024 + 2) * 768 + 2 * (12 * 768**2 + 13 * 768)
+    assert parts["weights"]["most_bytes"] == 4 * weights
+    assert parts["gradients"]["most_bytes"] == pytest.approx(4 * weights, rel=1e-3), "the smallest are not told apart"
+    assert parts["optimizer state"]["most_bytes"] == pytest.approx(8 * weights, rel=1e-4)
+
+
+def test_an_optimizers_operator_is_called_that(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "gpt2", "--size", "layers=1", "--size", "tokens=8", "--machine", "v100"]
+    assert main(["estimate", *options, "--budget", "300MiB"]) == 2
+    captured = capsys.readouterr()
+    assert "in the optimizer's step, which needs at least" in captured.err
+    assert "shrink the batch" not in captured.err
+    assert "in the optimizer's step" in captured.out
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "mistral-7b", "gpt2-xl", "bert-large", "sd-unet", "resnet18", "vit-l-16"])
+def test_names_that_people_know_are_found(name: str) -> None:
+    zoo.find(name)

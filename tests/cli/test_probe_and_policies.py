@@ -7,6 +7,7 @@ import pytest
 
 from lowtide import registry
 from lowtide.cli import main
+from lowtide.core.units import format_rate
 from lowtide.estimate.calibrate import load_machine
 
 
@@ -26,6 +27,18 @@ def test_probe_measures_prints_and_keeps(
     assert 0 < cut["best_s"] <= min(cut["tier_s"], cut["whole_s"])
     assert told["file"] == str(tmp_path / "cache" / "machine.json")
     assert list(spill.iterdir()) == []
+
+
+def test_probe_and_report_state_the_same_memory_bandwidth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    assert main(["probe", "--spill", str(tmp_path)]) == 0
+    kept = load_machine()
+    assert kept is not None
+    assert kept.memory_bytes_per_s is not None
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
+    assert line.split(None, 1)[1].startswith(f"{format_rate(kept.memory_bytes_per_s)};")
 
 
 def test_policies_lists_what_the_registry_knows(capsys: pytest.CaptureFixture[str]) -> None:

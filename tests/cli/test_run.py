@@ -65,6 +65,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
     install(run_script)
     options = ["--budget=cpu=1GiB,disk=2GiB", "--spill", str(tmp_path), "--policy", "lru", "--verify", "--recompute"]
     assert main(["run", *options, str(script), "--epochs", "3", "--help", "-x"]) == 0
+    assert callable(seen.pop("on_forked_step"))
     assert seen == {
         "path": script,
         "argv": ["--epochs", "3", "--help", "-x"],
@@ -73,6 +74,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "policy": "lru",
         "verify": True,
         "recompute": True,
+        "strict": False,
     }
 
 
@@ -110,7 +112,7 @@ def test_quiet_is_quiet_and_json_is_whole(
     target = tmp_path / "stats.json"
     assert main(["run", "--budget=1GiB", "--quiet", "--json", str(target), str(script)]) == 0
     assert capsys.readouterr().err == ""
-    assert json.loads(target.read_text()) == STATS
+    assert json.loads(target.read_text()) == STATS | {"processes": [], "outside_the_budget": []}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stats.json", "train.py"]
 
 

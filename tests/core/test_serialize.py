@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -409,3 +410,24 @@ def test_a_long_timeline_is_compact() -> None:
     spans = tuple(Span(lane=Lane.COMPUTE, start_s=k * 1.1e-3, end_s=(k + 1) * 1.1e-3, op=k) for k in range(4000))
     timeline = replace(TIMELINE, spans=spans, memory=tuple((span.start_s, span.op << 20) for span in spans))
     assert len(serialize.dumps(timeline)) < 30 * len(spans)
+
+
+def test_a_number_of_hundreds_of_digits_is_damage() -> None:
+    def damage(document: dict[str, Any]) -> None:
+        document["ops"]["duration_s"][0] = 10**400
+
+    line = refused(rewritten(TRACE, damage))
+    assert "401 digits" in line
+    assert len(line) < 300
+
+
+def test_a_file_that_would_fill_the_memory_is_refused_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serialize, "_MOST_BYTES", 1 << 20)
+    bomb = gzip.compress(b" " * (64 << 20))
+    assert len(bomb) < 1 << 17
+    tracemalloc.start()
+    try:
+        assert "holds more than 1.00 MiB" in refused(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

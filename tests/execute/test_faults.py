@@ -27,6 +27,7 @@ from lowtide.memory.native import load
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium, Latency
 from lowtide.tiers.medium import Medium
 from tests.execute.training import Need, Training, records
+from tests.interrupts import feel_interrupts
 
 STEPS = 5
 
@@ -471,6 +472,7 @@ def start(program: str, *arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        preexec_fn=feel_interrupts,
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BadArgument
+from lowtide.memory import budget
 from lowtide.memory.budget import MARGIN_MIN_BYTES, Budgets, auto_bytes, memory_limits, parse_budget
 
 GIB = 2**30
@@ -219,3 +220,30 @@ def test_this_machine_has_a_limit() -> None:
     limits = memory_limits()
     assert limits
     assert all(0 <= limit.left_bytes <= limit.limit_bytes for limit in limits)
+
+
+def test_ranks_of_one_machine_share_what_is_left_and_not_what_each_has_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def auto(ranks: int, *limits: budget.MemoryLimit) -> int:
+        monkeypatch.setattr(budget, "memory_limits", lambda **_: limits)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        return budget.parse_budget("auto").fast_bytes
+
+    host = budget.MemoryLimit(source="host memory", limit_bytes=32 << 30, left_bytes=16 << 30)
+    own = budget.MemoryLimit(source="RLIMIT_DATA", limit_bytes=8 << 30, left_bytes=8 << 30, shared=False)
+    assert auto(1, host) == (16 << 30) - int(0.1 * (16 << 30))
+    assert auto(4, host) == (4 << 30) - int(0.1 * (4 << 30))
+    assert auto(2, own) == auto(1, own)
+    assert auto(4, host, own) == auto(4, host), "a quarter of the host's is the tighter one"
+    assert budget.local_ranks({"LOCAL_WORLD_SIZE": "many"}) == 1
+    assert budget.local_ranks({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
+
+
+def test_stated_budgets_are_refused_where_all_ranks_cannot_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = budget.MemoryLimit(source="cgroup v2 / memory.max", limit_bytes=6 << 30, left_bytes=5 << 30)
+    monkeypatch.setattr(budget, "memory_limits", lambda **_: (group,))
+    budget.check_ranks(4 << 30, ranks=1)
+    budget.check_ranks(3 << 30, ranks=2)
+    with pytest.raises(BadArgument, match=r"2 ranks .* 8.00 GiB, more than the 6.00 GiB of cgroup v2 / memory.max"):
+        budget.check_ranks(4 << 30, ranks=2)

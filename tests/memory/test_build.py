@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -174,3 +175,28 @@ def test_a_library_that_does_not_load_says_where_it_is(
             native.load()
     finally:
         native._tried.cache_clear()
+
+
+def test_a_library_that_others_could_have_written_is_built_anew(compiler: Compiler) -> None:
+    compiler(MAKES_IT)
+    target = build()
+    target.write_bytes(b"planted")
+    target.chmod(0o777)
+    assert build() == target
+    assert target.read_bytes() != b"planted"
+    assert target.stat().st_mode & 0o022 == 0
+
+
+def test_a_directory_of_another_user_is_refused_and_one_that_is_open_is_closed(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(MAKES_IT)
+    target = build()
+    target.parent.chmod(0o777)
+    build()
+    assert target.parent.stat().st_mode & 0o022 == 0
+    own = target.parent.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: own + 1)
+    if own == 0:
+        os.chown(target.parent, 12345, -1)
+    assert "belongs to another user" in refused()

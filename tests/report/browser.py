@@ -73,6 +73,8 @@ class Page:
         self._events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         self._wait_for("Page.loadEventFired")
+        drawn = "document.documentElement.dataset.drawn"
+        self.run(f"new Promise((done) => {{ const look = () => {drawn} ? done(1) : setTimeout(look, 5); look(); }})")
 
     def run(self, script: str) -> Any:
         """Return what an expression gives in the page."""

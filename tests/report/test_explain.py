@@ -10,7 +10,7 @@ from lowtide.core.timeline import Lane, Span, Timeline
 from lowtide.core.trace import Gap
 from lowtide.report import Way, journeys, problem_of, settle, summarize
 from lowtide.report.summary import rows
-from lowtide.report.thin import MOST_MOMENTS, MOST_SPANS, thin_memory, thin_spans
+from lowtide.report.thin import MOST, thin_memory, thin_spans
 from lowtide.testing.traces import chain_trace
 from tests.report.samples import MACHINE, POLICIES, share, vgg
 
@@ -148,11 +148,11 @@ def test_short_steps_are_left_as_they_are() -> None:
 
 
 def test_of_a_long_step_only_what_nobody_could_see_is_merged() -> None:
-    count = 10 * MOST_SPANS
+    count = 10 * MOST
     spans = [Span(lane=Lane.COMPUTE, start_s=float(op), end_s=op + 1.0, op=op) for op in range(count)]
     moved = [out(0, 5.0, 6.0), back(0, 7.0, 8.0)]
     found = thin_spans(sorted([*spans, *moved], key=lambda span: span.start_s), step_s=float(count))
-    assert len(found) < MOST_SPANS
+    assert len(found) < MOST
     assert [span for span in found if span.lane is not Lane.COMPUTE] == moved
     compute = [span for span in found if span.lane is Lane.COMPUTE]
     assert (compute[0].start_s, compute[-1].end_s) == (0.0, count)
@@ -160,7 +160,7 @@ def test_of_a_long_step_only_what_nobody_could_see_is_merged() -> None:
 
 
 def test_the_peak_and_the_valley_of_a_long_curve_are_kept() -> None:
-    count = 5 * MOST_MOMENTS
+    count = 5 * MOST
     memory = [(float(at), 100) for at in range(count)]
     memory[777], memory[4242] = (777.0, 999), (4242.0, 1)
     found = thin_memory(memory, step_s=float(count))

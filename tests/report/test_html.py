@@ -12,18 +12,11 @@ import pytest
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.report import Focus, Outcome, html_report, journeys
+from lowtide.report.html import data_of
 from tests.report.browser import Page, browser_path, open_browser
 from tests.report.samples import POLICIES, sample, vgg
 
 NASTY = '</script><script>document.title="taken"</script>{{data}}<img src=x onerror=alert(1)>'
-
-
-def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    data = json.loads(found.group(1))
-    assert isinstance(data, dict)
-    return data
 
 
 def nasty() -> tuple[Any, Focus]:
@@ -119,7 +112,7 @@ def choose(page: Page, policy: str) -> None:
 def test_the_page_opens_without_errors_and_without_the_network(page: Page) -> None:
     assert page.errors == []
     assert [url.split(":")[0] for url in page.requests] == ["file"]
-    assert page.run("document.title").startswith("vgg in ")
+    assert page.run("document.title").startswith("Simulated: vgg in ")
     assert "vgg in " in page.run("document.querySelector('h1').textContent")
 
 

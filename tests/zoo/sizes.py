@@ -15,5 +15,18 @@ SMALL: dict[str, dict[str, Any]] = {
     "seq2seq": {"batch": 32, "width": 32, "vocab": 500, "tokens": 6},
     "bert_base": {"batch": 2, "layers": 2, "width": 64, "heads": 2, "vocab": 500, "tokens": 64},
     "gpt": {"batch": 2, "layers": 2, "width": 64, "heads": 2, "vocab": 500, "tokens": 64},
+    "llama": {
+        "batch": 2,
+        "layers": 2,
+        "width": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "hidden": 128,
+        "vocab": 500,
+        "tokens": 64,
+        "bias": True,
+        "norms": True,
+    },
+    "sd_unet": {"batch": 2, "image": 16, "width": 32, "levels": 2, "context": 32, "words": 8, "heads": 4},
     "vit": {"batch": 4, "layers": 2, "width": 64, "heads": 2, "image": 64, "patch": 8},
 }

@@ -44,6 +44,26 @@ PUBLISHED = {
     "densenet121": 7_978_856,
     "vit": 86_567_656,
     "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet101": 44_549_160,
+    "vit-l-16": 304_326_632,
+    "vit-h-14": 632_045_800,
+    "tinyllama": 1_100_048_384,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "llama-3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "qwen2-0.5b": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "sd-unet": 859_520_964,
 }
 
 
@@ -106,7 +126,8 @@ def test_batch_and_precision_are_as_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "hint"),
     [
-        ("resnet51", {}, "choose one of alexnet"),
+        ("resnet51", {}, "did you mean 'resnet50'"),
+        ("nothing", {}, "choose one of alexnet"),
         ("resnet50", {"batch": 0}, "1 or more"),
         ("resnet50", {"dtype": "int8"}, "choose one of float32"),
         ("resnet50", {"layers": 3}, "it has depth=50"),

@@ -76,7 +76,8 @@ def capture_fake(
         ledger.gradients.close()
     ops = tuple(replace(op, flops=flops) for op, flops in zip(trace.ops, watch.flops, strict=True))
     return with_durations(
-        replace(trace, ops=ops), lambda index, op: operator_s(op.flops, watch.moved_bytes[index], machine, shares)
+        replace(trace, ops=ops, timed_for=machine.name),
+        lambda index, op: operator_s(op.flops, watch.moved_bytes[index], machine, shares),
     )
 
 

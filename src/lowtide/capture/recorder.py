@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -66,20 +67,25 @@ class Recorder:
         self._least_bytes = least_bytes
         self._models = models
         self._optimizers = list(optimizers)
+        self._found: list[weakref.ref[torch.nn.Module]] = []
         self._static_bytes = 0
         self._handles: list[RemovableHandle] = []
         self._path: list[str] = []
         self.recording = False
 
-    @property
-    def module(self) -> str:
-        """The module that runs, where it is known: only while a step is recorded."""
-        return self._path[-1] if self.recording and self._path else ""
-
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Take one more optimizer's tensors into account."""
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
+
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        """Give the layers of models that were found later their names; they live as long as the program wants."""
+        known = {id(model) for model in self.models()}
+        self._found += [weakref.ref(model) for model in models if id(model) not in known]
+
+    def models(self) -> list[torch.nn.Module]:
+        """Return the models that are known and alive."""
+        return [*self._models, *(model for found in self._found if (model := found()) is not None)]
 
     def start(self, *, static_bytes: int) -> None:
         """Log from here on; `static_bytes` are live already, wherever they are."""
@@ -105,7 +111,7 @@ class Recorder:
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
             kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
-            model=type(self._models[0]).__name__ if self._models else "",
+            model=type(models[0]).__name__ if (models := self.models()) else "",
             torch_version=torch.__version__,
             reach=self._reach,
             least_bytes=self._least_bytes,
@@ -127,7 +133,7 @@ class Recorder:
 
     def _name_modules(self) -> None:
         self._path.clear()
-        for model in self._models:
+        for model in self.models():
             if any(hasattr(module, "_orig_mod") for module in model.modules()):
                 continue  # hooks would make torch.compile compile it again
             for name, module in model.named_modules():
@@ -156,7 +162,7 @@ class Recorder:
                 if tensor.device == self._observation.device and tensor.layout is torch.strided:
                     kinds.setdefault(self._observation.serial_of(tensor), kind)
 
-        for model in self._models:
+        for model in self.models():
             note(model.parameters(), Kind.PARAM)
             note(model.buffers(), Kind.BUFFER)
             note((parameter.grad for parameter in model.parameters()), Kind.GRAD)

@@ -11,9 +11,11 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
+from lowtide.core.spelling import did_you_mean
 from lowtide.errors import LowtideError
 
 VERBS = (
@@ -47,6 +49,18 @@ class _Verbs(click.Group):
         command = importlib.import_module(f"lowtide.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a verb; answer one that does not exist with what was probably meant."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in VERBS:
+            meant = did_you_mean(name.lower(), VERBS)
+            if not meant and (name.endswith(".py") or Path(name).is_file()):
+                meant = f": to run a script, write 'lowtide run --budget 2GiB {name}'"
+            raise click.UsageError(f"no such command {name!r}{meant}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs with their whole summaries, which click would cut off at the end of the line."""

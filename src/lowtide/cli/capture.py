@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @model_options
 @click.option("--fake", is_flag=True, help="With --model: do not execute, only follow shapes; any size works.")
 @click.option("--machine", metavar="M", help="With --model: predict operator times for this machine, such as v100.")
-@click.option("--steps", default=2, show_default=True, help="Training steps to run; the last one is kept.")
+@click.option("--steps", default=3, show_default=True, help="Training steps to run; the last one is kept.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.argument("script", required=False, type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -39,6 +39,7 @@ def command(
     *,
     output: Path,
     model: str | None,
+    hf_config: Path | None,
     batch: int | None,
     dtype: str,
     sizes: tuple[str, ...],
@@ -63,13 +64,14 @@ def command(
     """
     if steps < 1:
         raise BadArgument(f"{steps} steps record nothing: pass --steps 1 or more")
-    if (script is None) == (model is None):
+    named = model is not None or hf_config is not None
+    if (script is None) != named:
         raise BadArgument("capture needs a script or --model NAME, and not both")
-    if model is None and (fake or machine is not None):
+    if not named and (fake or machine is not None):
         raise BadArgument("--fake and --machine need --model NAME: a script is executed and measured")
     if script is not None:
         check_script(script)
-    wanted = check_model(model, batch=batch, dtype=dtype, sizes=sizes)
+    wanted = check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes)
     check_output(output, others=[script])
     if wanted is not None:
         trace = build_trace(wanted, fake=fake, machine=machine, steps=steps)
@@ -87,12 +89,13 @@ def command(
     from lowtide.core.serialize import save
 
     save(trace, output)
-    _tell(trace, output, as_json=as_json, machine=machine or ("cpu" if fake else None))
+    _tell(trace, output, as_json=as_json)
     return 0
 
 
-def _tell(trace: Trace, output: Path, *, as_json: bool, machine: str | None) -> None:
+def _tell(trace: Trace, output: Path, *, as_json: bool) -> None:
     flops = sum(op.flops for op in trace.ops)
+    times = f"predicted for {trace.timed_for}" if trace.timed_for else "measured"
     if as_json:
         echo_json(
             {
@@ -106,16 +109,16 @@ def _tell(trace: Trace, output: Path, *, as_json: bool, machine: str | None) -> 
                 "floor_bytes": trace.floor_bytes(),
                 "step_s": trace.duration_s,
                 "flops": flops,
-                "times": "measured" if machine is None else f"predicted for {machine}",
+                "times": times,
             }
         )
         return
-    step = format_seconds(trace.duration_s)
     rows = [
         ("operators", f"{len(trace.ops)}, {flops / 1e12:.3g} TFLOP"),
         ("storages", f"{len(trace.storages)}, of which autograd saved {len(trace.saves)}"),
         ("peak", f"{format_bytes(trace.peak_bytes)}, of which {format_bytes(trace.static_bytes)} static"),
-        ("step", step if machine is None else f"{step}, predicted for {machine}"),
+        ("step", f"{format_seconds(trace.duration_s)}, {times}"),
         ("next", f"lowtide plan --floor {output}"),
     ]
-    console().print(facts(f"{output}", rows))
+    origin = "simulated" if trace.timed_for else "measured"
+    console().print(facts(f"{trace.model or 'The step'}, {origin}", [("trace", str(output)), *rows]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from lowtide.cli.output import warn
 from lowtide.errors import BadArgument, BudgetTooSmall, TraceError
 
 if TYPE_CHECKING:
@@ -60,6 +61,18 @@ def read_machine(name: str | None) -> Machine:
     return load_machine() or assumed_machine()
 
 
+def warn_of_mixed_times(trace: Trace, machines: Sequence[Machine], *, keep_times: bool) -> None:
+    """Say so where operators take the times of one machine, and transfers those of another."""
+    if not keep_times or not trace.timed_for:
+        return
+    for machine in machines:
+        if machine.name != trace.timed_for:
+            warn(
+                f"the trace's operator times were predicted for {trace.timed_for}, and its transfers take the time "
+                f"they take on {machine.name}: pass --machine {trace.timed_for} to have both of one machine"
+            )
+
+
 def read_machines(text: str | None) -> list[Machine]:
     """Return the machines that a list names; None is this one."""
     if text is None:
@@ -76,10 +89,14 @@ def read_policies(text: str) -> list[str]:
     """Return the policies that a list such as "auto,vdnn" names, or all of them."""
     from lowtide import registry
 
-    names = list(registry.policy_names()) if text.strip() == "all" else words(text, what="--policies")
+    if text.strip().lower() == "all":
+        # The product first: whoever takes them in this order shows it on top.
+        names = sorted(registry.policy_names(), key=lambda name: name != "auto")
+    else:
+        names = [registry.registered_name(name) for name in words(text, what="--policies")]
     for name in names:
         registry.policy(name)
-    return names
+    return list(dict.fromkeys(names))
 
 
 def words(text: str, *, what: str) -> list[str]:
@@ -117,7 +134,7 @@ def check_floor(trace: Trace, *, budgets_bytes: Sequence[int]) -> None:
             budget_bytes=budget_bytes,
             needed_bytes=trace.floor_bytes(),
             op="the step" if op is None else op.name,
-            detail=f"in {op.module}" if op is not None and op.module else "",
+            place="" if op is None else op.place,
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,7 +18,7 @@ from lowtide.memory.budget import (
     MARGIN_MIN_BYTES,
     MARGIN_SHARE,
     BudgetLike,
-    auto_bytes,
+    local_ranks,
     memory_limits,
     names_accelerator,
     parse_budget,
@@ -42,6 +44,13 @@ def check_script(path: Path) -> Path:
         ) from None
     except OSError as error:
         raise BadArgument(f"script {path} cannot be read ({error.strerror}): change its permissions") from None
+
+
+def check_module(name: str) -> None:
+    """Refuse a module whose package is nowhere to be found; nothing of it is imported yet."""
+    top = name.partition(".")[0]
+    if top not in sys.modules and PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+        raise BadArgument(f"module {name} does not exist: check its name, and run from the directory that holds {top}")
 
 
 def check_spill(locations: Sequence[str]) -> None:
@@ -98,7 +107,7 @@ def spill_directory(location: str) -> Path:
     """Return the directory that a path or file: URL names, for the verbs that look at a disk itself."""
     directories = _directories([location])
     if not directories:
-        raise BadArgument(f"{location} is no directory, so there is no disk to look at: pass a directory with --spill")
+        raise BadArgument(f"{location} is not a directory, so it has no disk to measure: pass a directory with --spill")
     return directories[0]
 
 
@@ -166,14 +175,17 @@ def settle_auto(budget: BudgetLike) -> tuple[BudgetLike, str]:
     if isinstance(budget, Mapping) and names_accelerator(budget):
         return budget, ", ".join(f"{tier} {stated}" for tier, stated in budget.items())
     stated = budget.get("cpu") if isinstance(budget, Mapping) else budget
-    if str(stated).strip().lower() != "auto":
+    text = str(stated).strip().lower()
+    if text != "auto" and not text.endswith("%"):
         return budget, format_bytes(parse_budget(budget).fast_bytes)
     import lowtide.execute.tide.script  # noqa: F401 - torch takes memory of its own, which "auto" must not promise
 
-    limits = memory_limits()
-    nbytes = auto_bytes()
-    source = min(limits, key=lambda limit: limit.left_bytes).source
-    told = f"{format_bytes(nbytes)} (auto: {explain_auto(source)})"
+    limits, ranks = memory_limits(), local_ranks()
+    nbytes = parse_budget(budget).fast_bytes
+    tightest = min(limits, key=lambda limit: limit.left_for(ranks))
+    shared = f"an equal part for each of {ranks} ranks of " if ranks > 1 and tightest.shared else ""
+    share = text if text == "auto" else f"{text} of auto"
+    told = f"{format_bytes(nbytes)} ({share}: {shared}{explain_auto(tightest.source)})"
     return ({**budget, "cpu": nbytes} if isinstance(budget, Mapping) else nbytes), told
 
 
@@ -182,8 +194,9 @@ def explain_auto(source: str) -> str:
     return f"what {source} leaves, less a margin of {MARGIN_SHARE:.0%}, {format_bytes(MARGIN_MIN_BYTES)} at least"
 
 
-def check_policy(name: str) -> None:
-    """Refuse a policy that cannot be found or loaded."""
+def check_policy(name: str) -> str:
+    """Return the policy's name as it is registered; refuse one that cannot be found or loaded."""
     from lowtide import registry
 
     registry.policy(name)
+    return registry.registered_name(name)

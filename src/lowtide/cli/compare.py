@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.cases import check_floor, model_options, progress, read_machines, read_policies, read_trace, words
+from lowtide.cli.cases import (
+    check_floor,
+    model_options,
+    progress,
+    read_machines,
+    read_policies,
+    read_trace,
+    warn_of_mixed_times,
+    words,
+)
 from lowtide.cli.checks import check_output
 from lowtide.cli.output import console, write_json
 from lowtide.core.units import format_bytes, format_seconds
@@ -66,6 +75,7 @@ def command(
     check_output(out, others=[trace_path])
     targets = read_machines(machines)
     trace = read_trace(trace_path)
+    warn_of_mixed_times(trace, targets, keep_times=keep_times or machines is None)
     from lowtide.report import budget_of, compare, encode_comparison
 
     budgets_bytes = [budget_of(text, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes) for text in wanted]
@@ -95,7 +105,7 @@ def _print(comparison: Comparison, stated: dict[int, str], out: Path | None) -> 
 
     screen = console()
     screen.print(
-        f"{comparison.model or 'The step'}: {comparison.operators} operators, "
+        f"{comparison.model or 'The step'}, simulated: {comparison.operators} operators, "
         f"peak {format_bytes(comparison.peak_bytes)} unmanaged, floor {format_bytes(comparison.floor_bytes)}"
     )
     for machine in comparison.machines:

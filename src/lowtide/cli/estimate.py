@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,14 @@ from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument
 
 if TYPE_CHECKING:
+    from lowtide.cli.models import Wanted
     from lowtide.core.machine import Machine
     from lowtide.core.plan import Plan
     from lowtide.core.trace import Trace
+
+
+# A change that saves less than a tenth is not worth a line.
+_WORTH_TELLING = 0.9
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 def command(
     *,
     model: str | None,
+    hf_config: Path | None,
     batch: int | None,
     dtype: str,
     sizes: tuple[str, ...],
@@ -42,23 +49,24 @@ def command(
     """Tell whether a training step fits in a machine's memory, and how long it takes there.
 
     The step is a TRACE, or a model by name, which is not executed. Times are predicted from floating-point
-    operations and bytes. A budget below what one operator needs is refused with exit code 2. Policies swap only here;
-    'lowtide simulate' also lets them recompute.
+    operations and bytes. Where the step does not fit, the exit code is 2, and the table says what would help. Policies
+    swap only here; 'lowtide simulate' also lets them recompute.
 
     \b
     Examples:
       lowtide estimate --model resnet50 --batch 256 --machine v100
-      lowtide estimate --model bert-large --machine rtx3090 --budget 12GiB
+      lowtide estimate --model llama-7b --machine a100 --dtype bfloat16
+      lowtide estimate --hf-config config.json --machine rtx3090 --budget 12GiB
       lowtide estimate step.trace --machine a100 --json
     """
-    if (trace_path is None) == (model is None):
-        raise BadArgument("estimate needs a trace or --model NAME, and not both")
-    wanted = check_model(model, batch=batch, dtype=dtype, sizes=sizes)
+    if (trace_path is None) != (model is not None or hf_config is not None):
+        raise BadArgument("estimate needs a trace, --model NAME or --hf-config FILE, and one of them")
+    wanted = check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes)
     target = find_machine(machine)
     check_budget(budget)
     if budget is None and target.capacity_bytes is None:
         raise BadArgument(f"machine {target.name!r} does not say how much memory it has: pass --budget")
-    check_policy(policy)
+    policy = check_policy(policy)
     if wanted is not None:
         trace = build_trace(wanted, fake=True, machine=machine)
     else:
@@ -69,21 +77,29 @@ def command(
     budget_bytes = target.capacity_bytes if budget is None else budget_for(budget, trace)
     assert budget_bytes is not None
     answer = _answer(trace, target, budget_bytes=budget_bytes, policy=policy)
+    if not answer["fits"]:
+        remedies = remedies_for(trace, budget_bytes=budget_bytes, wanted=wanted)
+        answer["remedies"] = [asdict(remedy) for remedy in remedies]
     if as_json:
         echo_json(answer)
     else:
         _print(answer, target)
+    check_floor(trace, budgets_bytes=[budget_bytes])
     return 0
 
 
 def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> dict[str, Any]:
-    check_floor(trace, budgets_bytes=[budget_bytes])
+    from lowtide.estimate.parts import parts_of
     from lowtide.estimate.predictors.allocators import reserved_peak, stream_of
 
     stream = stream_of(trace)
-    plan = _plan(trace, machine, budget_bytes=budget_bytes, policy=policy)
-    predicted = plan.prediction
+    fits, floor_op = budget_bytes >= trace.floor_bytes(), trace.floor_op()
+    plan = _plan(trace, machine, budget_bytes=budget_bytes, policy=policy) if fits else None
+    predicted = None if plan is None else plan.prediction
     return {
+        "fits": fits,
+        "parts": {part.value: asdict(share) for part, share in parts_of(trace).items()},
+        "floor_op": None if floor_op is None else f"{floor_op.name} {floor_op.place}".rstrip(),
         "model": trace.model,
         "machine": machine.name,
         "machine_source": machine.source,
@@ -95,7 +111,7 @@ def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -
         "fits_unmanaged": trace.peak_bytes <= budget_bytes,
         "flops": sum(each.flops for each in trace.ops),
         "step_s": trace.duration_s,
-        "policy": plan.policy,
+        "policy": policy if plan is None else plan.policy,
         "managed_step_s": None if predicted is None else predicted.step_s,
         "managed_peak_bytes": None if predicted is None else predicted.peak_bytes,
         "stall_s": None if predicted is None else predicted.stall_s,
@@ -111,21 +127,70 @@ def _plan(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> 
     return registry.policy(policy).plan(Problem(trace=trace, machine=machine, budget_bytes=budget_bytes))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change to a step, and about how much memory it needs then at least."""
+
+    change: str
+    needed_bytes: int
+
+
+def remedies_for(trace: Trace, *, budget_bytes: int, wanted: Wanted | None) -> list[Remedy]:
+    """Return what would make a step need less, or have more; the trace's own floor comes first."""
+    from lowtide.estimate.parts import Part, parts_of
+    from lowtide.estimate.presets import PRESETS
+
+    floor_bytes, static_bytes = trace.floor_bytes(), trace.static_bytes
+    enough = sorted(
+        (capacity, name)
+        for name, preset in PRESETS.items()
+        if (capacity := preset.machine.capacity_bytes) is not None and capacity >= floor_bytes
+    )
+    having = ", ".join(f"{name} ({format_bytes(nbytes)})" for nbytes, name in enough[:2])
+    found = [Remedy(change=f"a larger budget{f': {having}' if having else ''}", needed_bytes=floor_bytes)]
+    if wanted is not None and wanted.batch > 1:
+        each_bytes = (floor_bytes - static_bytes) / wanted.batch
+        batch = max(1, int((budget_bytes - static_bytes) / each_bytes)) if each_bytes > 0 else 1
+        needed_bytes = static_bytes + int(batch * each_bytes)
+        found.append(Remedy(change=f"batch {batch} instead of {wanted.batch}", needed_bytes=needed_bytes))
+    if wanted is not None and wanted.dtype in ("float32", "float64"):
+        half = floor_bytes // (2 if wanted.dtype == "float32" else 4)
+        found.append(Remedy(change="--dtype bfloat16 for everything", needed_bytes=half))
+    parts = parts_of(trace)
+    state, gradients = parts[Part.OPTIMIZER].most_bytes, parts[Part.GRADIENTS].most_bytes
+    lean, frozen = floor_bytes - state, max(floor_bytes - state - gradients, parts[Part.WEIGHTS].most_bytes)
+    if lean < _WORTH_TELLING * floor_bytes:
+        found.append(Remedy(change="an optimizer without state, as plain SGD", needed_bytes=lean))
+    if frozen < _WORTH_TELLING * floor_bytes:
+        found.append(Remedy(change="frozen weights, small adapters (LoRA)", needed_bytes=frozen))
+    return found
+
+
 def _print(answer: dict[str, Any], machine: Machine) -> None:
     reserved = ", ".join(f"{format_bytes(nbytes)} {model}" for model, nbytes in answer["reserved_bytes"].items())
     link = machine.links["spill"]
     rows = [
         ("machine", f"{machine.name}, {format_bytes(answer['budget_bytes'])} of tensor memory"),
         ("link", f"{format_rate(link.write_bytes_per_s)} out, {format_rate(link.read_bytes_per_s)} in"),
+        *((part, _part(share)) for part, share in answer["parts"].items()),
         (
             "peak, unmanaged",
             f"{format_bytes(answer['peak_bytes'])}, of which {format_bytes(answer['static_bytes'])} static",
         ),
         ("allocator would take", reserved),
-        ("floor", format_bytes(answer["floor_bytes"])),
+        ("floor", f"{format_bytes(answer['floor_bytes'])}, set by {answer['floor_op'] or 'nothing'}"),
         ("step, unmanaged", f"{format_seconds(answer['step_s'])}, {answer['flops'] / 1e12:.3g} TFLOP"),
     ]
-    if answer["fits_unmanaged"]:
+    if not answer["fits"]:
+        lacking = format_bytes(answer["floor_bytes"] - answer["budget_bytes"])
+        rows.append(("verdict", f"does not fit: the floor is {lacking} above the budget"))
+        larger, *others = answer["remedies"]
+        rows.append(("would fit", _remedy(larger)))
+        rows += [("would fit", _remedy(each)) for each in others if each["needed_bytes"] <= answer["budget_bytes"]]
+        rows += [
+            ("not enough alone", _remedy(each)) for each in others if each["needed_bytes"] > answer["budget_bytes"]
+        ]
+    elif answer["fits_unmanaged"]:
         rows.append(("verdict", "fits without moving anything"))
     elif answer["managed_step_s"] is None:
         rows.append(("verdict", f"policy {answer['policy']} decides while the step runs: nothing is predicted"))
@@ -136,5 +201,14 @@ def _print(answer: dict[str, Any], machine: Machine) -> None:
             ("stalled", format_seconds(answer["stall_s"])),
             ("verdict", f"fits with policy {answer['policy']}: {step}, {answer['slowdown']:.2f}x"),
         ]
-    title = f"Estimate for {answer['model'] or 'the step'}"
-    console().print(facts(title, rows))
+    console().print(facts(f"{answer['model'] or 'The step'}, simulated", rows))
+
+
+def _remedy(remedy: dict[str, Any]) -> str:
+    return f"{format_bytes(remedy['needed_bytes'])}: {remedy['change']}"
+
+
+def _part(share: dict[str, int]) -> str:
+    most, at_peak = share["most_bytes"], share["at_peak_bytes"]
+    told = format_bytes(most)
+    return told if format_bytes(at_peak) == told else f"{told} at most, {format_bytes(at_peak)} at the peak"

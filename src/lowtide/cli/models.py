@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ import click
 
 from lowtide import zoo
 from lowtide.errors import BadArgument, LowtideError
+from lowtide.zoo.huggingface import PREFIX
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
@@ -30,26 +31,35 @@ class Wanted:
 
 
 def model_options(function: F) -> F:
-    """Add --model, --batch, --dtype and --size to a command."""
+    """Add --model, --hf-config, --batch, --dtype and --size to a command."""
     for option in (
         click.option(
             "--size", "sizes", multiple=True, metavar="NAME=N", help="With --model: a size of it, such as layers=24."
         ),
         click.option("--dtype", default="float32", show_default=True, metavar="T", help="With --model: its precision."),
         click.option("--batch", type=int, metavar="N", help="With --model: samples in a batch; 1 if not given."),
-        click.option("--model", metavar="NAME", help=f"A model by name: {', '.join(zoo.names())}."),
+        click.option(
+            "--hf-config", type=click.Path(path_type=Path), metavar="FILE", help="A Hugging Face config.json."
+        ),
+        click.option("--model", metavar="NAME", help="A model by name, such as resnet50 or llama-7b (docs/zoo.md)."),
     ):
         function = option(function)
     return function
 
 
-def check_model(model: str | None, *, batch: int | None, dtype: str, sizes: Sequence[str]) -> Wanted | None:
+def check_model(
+    model: str | None, *, hf_config: Path | None, batch: int | None, dtype: str, sizes: Sequence[str]
+) -> Wanted | None:
     """Return the model that the options name, or None if they name none."""
+    if model is not None and hf_config is not None:
+        raise BadArgument("--model and --hf-config name a model each: pass one of them")
+    if hf_config is not None:
+        model = f"{PREFIX}{hf_config}"
     if model is None:
         if batch is not None or sizes:
-            raise BadArgument("--batch and --size need --model NAME")
+            raise BadArgument("--batch and --size need --model NAME or --hf-config FILE")
         return None
-    zoo.find(model)
+    zoo.find(model)  # says what is wrong with the name
     if batch is not None and batch < 1:
         raise BadArgument(f"--batch {batch} trains nothing: pass 1 or more")
     if dtype not in zoo.DTYPES:
@@ -76,7 +86,7 @@ def build_trace(wanted: Wanted, *, fake: bool, machine: str | None, steps: int =
     from lowtide import capture_model
 
     try:
-        return capture_model(
+        trace = capture_model(
             wanted.name,
             batch=wanted.batch,
             fake=fake,
@@ -85,6 +95,7 @@ def build_trace(wanted: Wanted, *, fake: bool, machine: str | None, steps: int =
             dtype=wanted.dtype,
             **wanted.sizes,
         )
+        return replace(trace, model=wanted.name.removeprefix(PREFIX))
     except LowtideError:
         raise
     except (RuntimeError, ValueError) as error:  # what torch says of sizes that do not fit together

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace
+from lowtide.cli.cases import budget_for, check_budget, check_floor, read_machine, read_trace, warn_of_mixed_times
 from lowtide.cli.checks import check_policy
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
@@ -23,25 +23,35 @@ if TYPE_CHECKING:
 @click.option("--floor", "floor_only", is_flag=True, help="Only tell the smallest budget, and what sets it.")
 @click.option("--budget", metavar="B", help="Plan for this much tensor memory, such as 2GiB.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
-def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool, trace_path: Path) -> int:
+def command(
+    *, floor_only: bool, budget: str | None, policy: str, machine: str | None, as_json: bool, trace_path: Path
+) -> int:
     """Tell what the step recorded in TRACE needs and, with --budget, what a policy would do.
 
-    Runs nothing: times come from the trace and from 'lowtide probe', or from an ordinary disk if that was never
-    run. A budget below the floor is refused with exit code 2.
+    Runs nothing. Without --machine, operators take the trace's times and the disk is the one that 'lowtide probe'
+    measured, or an ordinary one if that was never run; with it, both are the named machine's. A budget below the floor
+    is refused with exit code 2.
 
     \b
     Examples:
       lowtide plan --floor step.trace
       lowtide plan --budget 2GiB step.trace
+      lowtide plan --budget 8GiB --machine v100 step.trace
       lowtide plan --budget 2GiB --policy swap_all --json step.trace
     """
     if floor_only and budget is not None:
         raise BadArgument("--floor and --budget ask different questions: pass one of them")
     check_budget(budget)
-    check_policy(policy)
+    policy = check_policy(policy)
+    target = read_machine(machine)
     trace = read_trace(trace_path)
+    if machine is not None:
+        from lowtide.estimate.predict import retime
+
+        trace = retime(trace, target)
     budget_bytes = None if budget is None else budget_for(budget, trace)
     need = _need(trace)
     if budget_bytes is None:
@@ -50,23 +60,24 @@ def command(*, floor_only: bool, budget: str | None, policy: str, as_json: bool,
         else:
             _print_need(trace, floor_only=floor_only)
         return 0
+    if budget_bytes < trace.floor_bytes() and not as_json:
+        _print_need(trace, floor_only=False)  # the figures are the answer to a budget that is too small
     check_floor(trace, budgets_bytes=[budget_bytes])
-    machine, plan = _plan(trace, budget_bytes=budget_bytes, policy=policy)
+    warn_of_mixed_times(trace, [target], keep_times=True)
+    plan = _plan(trace, target, budget_bytes=budget_bytes, policy=policy)
     if as_json:
-        echo_json({**need, **_decisions(trace, plan, machine=machine)})
+        echo_json({**need, **_decisions(trace, plan, machine=target)})
     else:
         _print_need(trace, floor_only=False)
-        _print_plan(trace, plan, machine=machine)
+        _print_plan(trace, plan, machine=target)
     return 0
 
 
-def _plan(trace: Trace, *, budget_bytes: int, policy: str) -> tuple[Machine, Plan]:
+def _plan(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> Plan:
     from lowtide import registry
     from lowtide.core.plan import Problem
-    from lowtide.estimate.calibrate import assumed_machine, load_machine
     from lowtide.plan import verify
 
-    machine = load_machine() or assumed_machine()
     problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
     plan = registry.policy(policy).plan(problem)
     # A reactive policy decides when memory runs out: it predicts nothing, and there is nothing to verify.
@@ -75,7 +86,7 @@ def _plan(trace: Trace, *, budget_bytes: int, policy: str) -> tuple[Machine, Pla
             verify.check(plan, problem)
         except PlanError as error:
             raise PlanError(f"policy {policy} has no plan for {format_bytes(budget_bytes)}: {error}") from error
-    return machine, plan
+    return plan
 
 
 def _need(trace: Trace) -> dict[str, Any]:
@@ -87,6 +98,7 @@ def _need(trace: Trace) -> dict[str, Any]:
         "floor_op": None if op is None else op.name,
         "floor_module": None if op is None else op.module,
         "step_s": trace.duration_s,
+        "times": _origin(trace),
     }
 
 
@@ -107,19 +119,24 @@ def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
     }
 
 
+def _origin(trace: Trace) -> str:
+    return f"predicted for {trace.timed_for}" if trace.timed_for else "measured"
+
+
 def _print_need(trace: Trace, *, floor_only: bool) -> None:
     op = trace.floor_op()
     floor = ("floor", f"{format_bytes(trace.floor_bytes())} ({trace.floor_bytes()} bytes)")
-    setter = ("set by", "nothing: the trace has no operators" if op is None else f"{op.name} {op.module}".rstrip())
+    setter = ("set by", "nothing: the trace has no operators" if op is None else f"{op.name} {op.place}".rstrip())
     rows = [floor, setter]
     if not floor_only:
         rows = [
             ("static", format_bytes(trace.static_bytes)),
             ("peak, unmanaged", format_bytes(trace.peak_bytes)),
             *rows,
-            ("step, unmanaged", format_seconds(trace.duration_s)),
+            ("step, unmanaged", f"{format_seconds(trace.duration_s)}, {_origin(trace)}"),
         ]
-    console().print(facts("What the step needs", rows))
+    origin = "simulated" if trace.timed_for else "measured"
+    console().print(facts(f"What {trace.model or 'the step'} needs, {origin}", rows))
 
 
 def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
@@ -130,6 +147,7 @@ def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
     rows = [
         ("budget", format_bytes(plan.budget_bytes)),
         ("swaps", "decided while the step runs" if plan.prediction is None and not plan.swaps else swaps),
+        ("machine", machine.name),
         ("disk", f"{rates}: run 'lowtide probe'" if machine.source == "assumed" else rates),
     ]
     if plan.prediction is not None:
@@ -144,4 +162,4 @@ def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
         rows.insert(2, ("recomputes", f"{len(plan.recomputes)} of {len(trace.gaps())} gaps"))
     rows.extend(("note", note) for note in plan.notes)
     console().print()
-    console().print(facts(f"What policy {plan.policy} would do", rows))
+    console().print(facts(f"What policy {plan.policy} would do, simulated", rows))

@@ -67,7 +67,7 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
     link = machine.links[calibrate.SPILL]
     rows = [
         ("matrix product", f"{compute.matmul_flop_per_s / 1e9:.0f} GFLOP/s"),
-        ("copy in memory", format_rate(compute.copy_bytes_per_s)),
+        ("memory", f"{format_rate(machine.memory_bytes_per_s or 0.0)}; a copy reads and writes, so half of that"),
         ("spill", f"{', '.join(map(str, directories))} ({'O_DIRECT' if direct else 'through the page cache'})"),
         ("write", f"{format_rate(link.write_bytes_per_s)} after {format_seconds(link.write_latency_s)}"),
         ("read", f"{format_rate(link.read_bytes_per_s)} after {format_seconds(link.read_latency_s)}"),
@@ -75,7 +75,7 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
         (f"{format_bytes(cut['nbytes'])} read, copied", _sentence(cut)),
         ("kept in", str(path)),
     ]
-    console().print(facts("This machine", rows))
+    console().print(facts("This machine, measured", rows))
     return 0
 
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.cases import check_floor, model_options, progress, read_machine, read_policies, read_trace, words
+from lowtide.cli.cases import (
+    check_floor,
+    model_options,
+    progress,
+    read_machine,
+    read_policies,
+    read_trace,
+    warn_of_mixed_times,
+    words,
+)
 from lowtide.cli.checks import check_output
 from lowtide.cli.compare import DEFAULT_BUDGETS
 from lowtide.cli.output import console, facts, warn, write_text
@@ -24,9 +33,13 @@ if TYPE_CHECKING:
     from lowtide.report.compare import Answer, Case, Setting
 
 
+# What a page shows unless it is told: the product, and four that differ most from it and from one another.
+DEFAULT_POLICIES = ("auto", "belady", "capuchin", "superneurons", "vdnn")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What the user asked for. An empty `policies` means all, with auto on top."""
+    """What the user asked for. An empty `policies` means a few, with auto on top."""
 
     source: Path
     budget: str | None
@@ -41,7 +54,9 @@ class Wish:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--budget", metavar="B", help="The budget shown in detail: 2GiB, or 60%. Needed with a trace.")
-@click.option("--policies", metavar="A,B", help="Which, the one on top first; all, and auto on top, if not given.")
+@click.option(
+    "--policies", metavar="A,B", help="Which, the one on top first, or all; auto and four others if not given."
+)
 @click.option("--budgets", metavar="B,C", help=f"More budgets for the plot; {DEFAULT_BUDGETS} if not given.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @model_options
@@ -121,6 +136,7 @@ def _from_trace(wish: Wish) -> tuple[Comparison, Focus]:
         raise BadArgument("a report of a trace needs --budget, such as 2GiB or 60%")
     target = read_machine(wish.machine)
     trace = read_trace(wish.source)
+    warn_of_mixed_times(trace, [target], keep_times=wish.keep_times or wish.machine is None)
     stated = [wish.budget, *words(wish.budgets or DEFAULT_BUDGETS, what="--budgets")]
     budgets_bytes = [budget_of(text, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes) for text in stated]
     check_floor(trace, budgets_bytes=budgets_bytes[:1])
@@ -131,7 +147,7 @@ def _from_trace(wish: Wish) -> tuple[Comparison, Focus]:
         can_recompute=wish.can_recompute,
         allocator=wish.allocator,
     )
-    names = wish.policies or tuple(read_policies("all"))
+    names = wish.policies or DEFAULT_POLICIES
     cases = [
         replace(case, detail=case.budget_bytes == budgets_bytes[0])
         for case in cases_of(policies=names, budgets_bytes=budgets_bytes, machines=1)
@@ -244,8 +260,10 @@ def _tell(comparison: Comparison, focus: Focus | None, *, page: str, out: Path, 
     if perfetto is not None:
         rows.append(("Perfetto", f"{perfetto}: open it in ui.perfetto.dev or chrome://tracing"))
     if focus is not None:
-        rows.append(("in detail", f"{format_bytes(focus.problem.budget_bytes)} on {focus.problem.machine.name}"))
+        machine = focus.problem.machine
+        where = "an assumed machine: run 'lowtide probe'" if machine.source == "assumed" else machine.name
+        rows.append(("in detail", f"{format_bytes(focus.problem.budget_bytes)} on {where}"))
         rows.append(("timelines", ", ".join(step.timeline.policy for step in focus.steps)))
     ran = sum(not hasattr(result, "reason") for result in comparison.results)
     rows.append(("compared", f"{len(comparison.results)} cases, of which {ran} run"))
-    console().print(facts(f"Report on {comparison.model or 'the step'}", rows))
+    console().print(facts(f"Report on {comparison.model or 'the step'}, simulated", rows))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lowtide.cli.checks import (
+    check_module,
     check_output,
     check_policy,
     check_script,
@@ -20,16 +26,23 @@ from lowtide.cli.checks import (
 )
 from lowtide.cli.output import ADVISORY, print_traceback, say, write_json
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.emulator import Settings
+from lowtide.emulator import Settings as EmulatorSettings
 from lowtide.emulator import check as check_emulator
 from lowtide.errors import LowtideError
-from lowtide.memory.budget import BudgetLike, named_devices
+from lowtide.launch import escapes, notes
+from lowtide.launch.program import Beside, Here, find_program
+from lowtide.launch.settings import Settings, leave
+from lowtide.launch.startup import escape_of, forked_step_of, rank
+from lowtide.memory.budget import device_count
 
 _CAPACITY = "2GiB"
+_EXIT_FAILED = 1
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("--budget", metavar="B", help="Tensor memory: 2GiB, auto, or cpu=2GiB,disk=40GiB.")
+@click.option(
+    "--budget", metavar="B", help="Tensor memory of each process: 2GiB, auto, 50% of auto, or cpu=2GiB,disk=40GiB."
+)
 @click.option("--spill", multiple=True, metavar="DIR", help="Where to spill; repeat it to stripe over several disks.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option(
@@ -41,12 +54,16 @@ _CAPACITY = "2GiB"
     "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
 )
 @click.option(
+    "--strict", is_flag=True, help="Refuse a budget that is only counted, and a process that it cannot follow into."
+)
+@click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics to FILE."
 )
 @click.option("--emulate", metavar="PRESET", help="Add the simulated device 'sim', with this GPU's link.")
 @click.option("--capacity", metavar="BYTES", help="Its memory, and the budget unless that is stated; with --emulate.")
 @click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
-@click.argument("script", type=click.Path(path_type=Path))
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in 'python -m'.")
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
     *,
@@ -55,20 +72,25 @@ def command(
     policy: str,
     verify: bool,
     recompute: bool | None,
+    strict: bool,
     json_path: Path | None,
     emulate: str | None,
     capacity: str | None,
     quiet: bool,
-    script: Path,
+    is_module: bool,
+    script: str,
     args: tuple[str, ...],
 ) -> int:
     """Run an unmodified PyTorch SCRIPT inside a memory budget.
 
-    Everything after SCRIPT goes to the script, and its exit code is passed on.
+    Everything after SCRIPT goes to the script, and its exit code is passed on. SCRIPT may be a launcher such as
+    torchrun: then every process that trains has the budget.
 
     \b
     Examples:
       lowtide run --budget 2GiB train.py --epochs 3
+      lowtide run --budget 2GiB -m package.train --epochs 3
+      lowtide run --budget 2GiB torchrun --nproc-per-node 2 train.py
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
       lowtide run --budget cuda:0=6GiB,cuda:1=10GiB --spill /fast/disk train.py
@@ -83,86 +105,166 @@ def command(
     if budget is None:
         raise click.UsageError("Missing option '--budget'.")
     wanted = read_budget(budget)
-    check_script(script)
+    program = find_program(script, args, is_module=is_module)
+    path = program.program if isinstance(program, Here) and isinstance(program.program, Path) else None
+    if path is not None:
+        check_script(path)
+    elif isinstance(program, Here):
+        check_module(str(program.program))
     where = spill_locations(spill)
     check_spill(where)
-    check_policy(policy)
-    check_output(json_path, others=[script])
+    policy = check_policy(policy)
+    check_output(json_path, others=[path])
     warn_of_memory(where)
-    if quiet:
-        from lowtide.memory.native import build_quietly
-
-        build_quietly()
-    if emulate is not None:
-        _emulate(str(capacity), emulate, wanted, quiet=quiet)
-    wanted, size = settle_auto(wanted)
-    if not quiet:
-        say(f"budget {size}, spill to {', '.join(where)}, policy {policy}{', verify' * verify}")
-    stats = _run(
-        script,
-        list(args),
+    settings = Settings(
         budget=wanted,
-        spill=spill[0] if len(spill) == 1 else list(spill) or None,
+        spill=spill,
         policy=policy,
         verify=verify,
         recompute=recompute,
+        strict=strict,
+        quiet=quiet,
+        emulate=emulate,
+        capacity=capacity,
     )
-    if isinstance(stats, int):
-        return stats
+    result = (
+        _beside(program, settings, where=where)
+        if isinstance(program, Beside)
+        else _here(program, settings, where=where)
+    )
+    if result is None:
+        return _EXIT_FAILED
     if json_path is not None:
-        write_json(json_path, stats)
+        write_json(json_path, result)
     if not quiet:
-        for line in summary(stats):
-            say(line)
-    code = stats.get("exit_code", 0)
+        for line in summary(result):
+            say(line if rank() is None else f"rank {rank()}: {line}")
+    code = result.get("exit_code", 0)
     assert isinstance(code, int)
     return code
 
 
-def _emulate(capacity: str, preset: str, budget: BudgetLike, *, quiet: bool) -> None:
+def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[str, Any] | None:
+    """Run a script or module in this process; return its statistics (None: it raised, and its traceback is shown)."""
+    if settings.quiet:
+        from lowtide.memory.native import build_quietly
+
+        build_quietly()
+    if settings.emulate is not None:
+        _emulate(settings)
+    budget, size = settle_auto(settings.budget)
+    if not settings.quiet:
+        say(f"budget {size}, {_choices(settings, where)}")
+    from lowtide.execute.tide.script import run_script
+
+    with _followed(settings) as (kept, ended):
+        end_watch = escapes.watch(escape_of(kept))
+        try:
+            stats = run_script(
+                program.program,
+                list(program.arguments),
+                budget=budget,
+                spill=settings.location,
+                policy=settings.policy,
+                verify=settings.verify,
+                recompute=settings.recompute,
+                strict=settings.strict,
+                on_forked_step=forked_step_of(kept),
+            )
+        except LowtideError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the script raises is the script's to show
+            print_traceback(error)
+            return None
+        finally:
+            end_watch()
+        return {**stats, **ended()}
+
+
+def _beside(program: Beside, settings: Settings, *, where: Sequence[str]) -> dict[str, Any]:
+    """Run a command in processes of its own; return how those of them fared that had the budget."""
+    from lowtide.launch.command import run_command
+
+    if not settings.quiet:
+        stated = settings.budget
+        size = ", ".join(f"{tier} {part}" for tier, part in stated.items()) if isinstance(stated, Mapping) else stated
+        say(f"budget {size} for each process of '{Path(program.command[0]).name}', {_choices(settings, where)}")
+    with _followed(settings) as (_, ended):
+        code = run_command(program.command)
+        return {"exit_code": code, **ended()}
+
+
+def _choices(settings: Settings, where: Sequence[str]) -> str:
+    return f"spill to {', '.join(where)}, policy {settings.policy}{', verify' * settings.verify}"
+
+
+@contextmanager
+def _followed(settings: Settings) -> Iterator[tuple[Settings, Callable[[], dict[str, Any]]]]:
+    """Let the budget follow into the processes that are started; yield what tells, at the end, how those fared."""
+    directory = Path(tempfile.mkdtemp(prefix="lowtide-run-"))
+    kept = replace(settings, notes=str(directory))
+    before = dict(os.environ)
+
+    def ended() -> dict[str, Any]:
+        processes, escaped = notes.read(directory)
+        return {
+            "processes": [{**asdict(note), "name": note.name} for note in processes],
+            "outside_the_budget": list(dict.fromkeys(escape.reason for escape in escaped)),
+        }
+
+    leave(kept, os.environ)
+    try:
+        yield kept, ended
+    finally:
+        for name in ("LOWTIDE_RUN", "PYTHONPATH"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _emulate(settings: Settings) -> None:
     """Enable the emulator, with as many devices as the budget names."""
     from lowtide.emulator import enable
 
-    devices = max((1 + int(name.partition(":")[2]) for name in named_devices(budget)), default=1)
-    emulator = enable(capacity, preset=preset, devices=devices)
-    if not quiet:
+    preset = str(settings.emulate)
+    emulator = enable(str(settings.capacity), preset=preset, devices=device_count(settings.budget))
+    if not settings.quiet:
         say(told(emulator.settings, preset))
 
 
-def told(settings: Settings, name: str) -> str:
+def told(settings: EmulatorSettings, name: str) -> str:
     """Return the line that says what is emulated."""
     h2d, d2h = format_rate(settings.h2d_bytes_per_s), format_rate(settings.d2h_bytes_per_s)
     device = "device 'sim'" if settings.devices == 1 else f"{settings.devices} devices 'sim', each"
     return f"{device} of {format_bytes(settings.capacity_bytes)}, link as {name}'s: {h2d} to it, {d2h} from it"
 
 
-def _run(
-    script: Path,
-    args: list[str],
-    *,
-    budget: BudgetLike,
-    spill: str | list[str] | None,
-    policy: str,
-    verify: bool,
-    recompute: bool | None,
-) -> dict[str, Any] | int:
-    """Return the statistics of the script's run, or the exit code of one that failed."""
-    from lowtide.execute.tide.script import run_script
-
-    try:
-        return run_script(script, args, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)
-    except LowtideError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the script raises is the script's to show
-        print_traceback(error)
-        return 1
-
-
 def summary(stats: Mapping[str, Any]) -> list[str]:
-    """Return the lines that tell a person how the run went."""
+    """Return the lines that tell a person how the run went: this process, then those that it started."""
+    processes = stats.get("processes", [])
+    # A script that only starts others has nothing to say for itself.
+    lines = _process_lines(stats) if "peak_bytes" in stats and (stats["steps"] or not processes) else []
+    for process in processes:
+        if process["stats"]:
+            lines.append(f"{process['name']}: {'; '.join(_process_lines(process['stats']))}")
+        else:
+            size = format_bytes(process["budget_bytes"])
+            lines.append(f"{process['name']}: was inside its budget of {size}, and was ended before it could report")
+    if "peak_bytes" not in stats and not processes:
+        lines.append("none of the processes that were started imported torch: nothing was there to budget")
+    lines += [f"outside the budget: {reason}" for reason in stats.get("outside_the_budget", ())]
+    return lines
+
+
+def _process_lines(stats: Mapping[str, Any]) -> list[str]:
     stalled = f"stalled {format_seconds(stats['stall_s'])} in all"
     if stats["steps"]:
-        steps = f"{stats['steps']} step{'s' * (stats['steps'] != 1)} at {format_seconds(stats['step_s'])}, {stalled}"
+        updates = stats.get("optimizer_steps", stats["steps"])
+        steps = f"{stats['steps']} step{'s' * (stats['steps'] != 1)}"
+        steps += f" ({updates} of optimizers)" * (updates > stats["steps"])
+        steps += f" at {format_seconds(stats['step_s'])}, {stalled}"
     else:
         steps = "no optimizer step was seen: nothing was planned, tensors moved only when memory ran short"
         steps += f"; {stalled}" if stats["stall_s"] else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.cases import check_floor, model_options, read_machine, read_trace
+from lowtide.cli.cases import check_floor, model_options, read_machine, read_trace, warn_of_mixed_times
 from lowtide.cli.checks import check_output, check_policy
 from lowtide.cli.output import console, echo_json, facts, write_text
 from lowtide.core.units import format_rate
@@ -63,7 +63,7 @@ def command(
     """
     if codec is None and density is not None:
         raise click.UsageError("--density is what a codec finds: name one with --codec as well")
-    check_policy(policy)
+    policy = check_policy(policy)
     check_output(out, others=[trace_path, perfetto])
     check_output(perfetto, others=[trace_path])
     target = read_machine(machine)
@@ -72,6 +72,7 @@ def command(
     from lowtide.core.serialize import save
     from lowtide.report import budget_of, perfetto_json, problem_of, settle, summarize
 
+    warn_of_mixed_times(trace, [target], keep_times=keep_times or machine is None)
     budget_bytes = budget_of(budget, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes)
     check_floor(trace, budgets_bytes=[budget_bytes])
     problem = problem_of(

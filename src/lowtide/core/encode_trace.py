@@ -30,6 +30,7 @@ def encode_trace(trace: Trace) -> dict[str, Any]:
         "model": trace.model,
         "device": trace.device,
         "torch_version": trace.torch_version,
+        "timed_for": trace.timed_for,
         "static_bytes": trace.static_bytes,
         "reach": trace.reach,
         "least_bytes": trace.least_bytes,
@@ -65,6 +66,7 @@ def decode_trace(fields: Fields, version: int) -> Trace:
         # Before version 3 only what autograd saved was moved.
         reach=fields.get("reach", member_of(Reach)) if version >= 3 else Reach.SAVED,
         least_bytes=fields.get("least_bytes", integer) if version >= 3 else 0,
+        timed_for=fields.get("timed_for", text) if "timed_for" in fields.names() else "",
     )
     _check_references(trace)
     return trace

@@ -46,6 +46,10 @@ def real(value: object) -> float:
         return float(str(value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Damaged(f"{value!r:.40} is no number")
+    try:
+        float(value)
+    except OverflowError:
+        raise Damaged(f"{str(value)[:20]}... has {len(str(abs(value)))} digits, more than any number here") from None
     # An int may stand for itself: a duration given as 0 stays equal to what was saved.
     return value
 

@@ -11,6 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,11 +25,14 @@ from lowtide.core.machine import MACHINE_VERSION, Machine
 from lowtide.core.plan import PLAN_VERSION, Plan
 from lowtide.core.timeline import TIMELINE_VERSION, Timeline
 from lowtide.core.trace import TRACE_VERSION, Trace
+from lowtide.core.units import format_bytes
 from lowtide.errors import TraceError
 
 Saveable = Trace | Machine | Plan | Timeline
 
 _PREFIX = "lowtide."
+# A step of GPT-3 takes some 10 MB.
+_MOST_BYTES = 512 << 20
 _Value = TypeVar("_Value", Trace, Machine, Plan, Timeline)
 
 
@@ -60,7 +64,7 @@ def dumps(value: Saveable) -> bytes:
 def loads(content: bytes, *, source: str = "the data") -> Saveable:
     """Return the value that `content` holds; `source` names it in errors."""
     try:
-        document = json.loads(gzip.decompress(content))
+        document = json.loads(_decompressed(content))
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise TraceError(f"{source} is damaged or no Lowtide file ({_one_line(error)}): make it again") from error
     kind = _kind_of(document, source=source)
@@ -76,6 +80,15 @@ def loads(content: bytes, *, source: str = "the data") -> Saveable:
         return form.decode(Fields(document, "the file"), found)
     except Damaged as error:
         raise TraceError(f"{source} is damaged ({_one_line(error)}): make it again") from error
+
+
+def _decompressed(content: bytes) -> bytes:
+    """Return what gzip'ed bytes hold; a few kilobytes could hold more than there is memory."""
+    with gzip.GzipFile(fileobj=BytesIO(content)) as file:
+        found = file.read(_MOST_BYTES + 1)
+    if len(found) > _MOST_BYTES:
+        raise ValueError(f"it holds more than {format_bytes(_MOST_BYTES)}")
+    return found
 
 
 def save(value: Saveable, path: str | os.PathLike[str]) -> None:

@@ -75,6 +75,13 @@ class Op:
     module: str = ""
     flops: float = 0.0
 
+    @property
+    def place(self) -> str:
+        """Where in the program it is, as far as that is known: in a layer, or in the optimizer's step."""
+        if self.phase is Phase.UPDATE:
+            return "in the optimizer's step"
+        return f"in {self.module}" if self.module else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -129,6 +136,7 @@ class Gap:
 class Trace:
     """A recorded step. `static_bytes` were alive before it began and after it ended.
 
+    `timed_for` is the machine that its times were predicted for (empty: they were measured where it was recorded).
     `reach` says what its executor can move; storages of fewer than `least_bytes` are not worth moving.
     """
 
@@ -141,6 +149,7 @@ class Trace:
     torch_version: str = ""
     reach: Reach = Reach.SAVED
     least_bytes: int = 0
+    timed_for: str = ""
 
     @property
     def duration_s(self) -> float:

@@ -76,7 +76,7 @@ def retime(
         assert measured_on is not None
         return op.duration_s * modelled(index, op) / operator_s(op.flops, sizes[index], measured_on, shares)
 
-    return with_durations(trace, modelled if measured_on is None else scaled)
+    return replace(with_durations(trace, modelled if measured_on is None else scaled), timed_for=machine.name)
 
 
 def with_durations(trace: Trace, duration_s: Callable[[int, Op], float]) -> Trace:

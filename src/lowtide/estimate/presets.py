@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.core.machine import Link, Machine
+from lowtide.core.spelling import did_you_mean
 from lowtide.errors import BadArgument
 
 GIB = 1 << 30
@@ -337,7 +338,8 @@ def preset(name: str) -> Preset:
     """Return the preset of that name; capitals, spaces and underscores do not matter."""
     found = PRESETS.get(name.lower().replace("_", "-").replace(" ", "-"))
     if found is None:
-        raise BadArgument(f"unknown machine {name!r}: choose one of {', '.join(PRESETS)}")
+        meant = did_you_mean(name.lower(), PRESETS)
+        raise BadArgument(f"unknown machine {name!r}{meant}: the presets are {', '.join(PRESETS)}")
     return found
 
 

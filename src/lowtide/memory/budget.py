@@ -9,10 +9,13 @@ hold already (those bytes are in every usage counter), less a margin. The limits
 - the process's own RLIMIT_DATA and RLIMIT_AS.
 
 The margin is a tenth, and at least 256 MiB: threads' stacks, library scratch, and neighbours that grow.
+
+Several ranks of one job share a machine: "auto" is an equal part for each, and a stated budget is for each of them.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +26,9 @@ from lowtide.errors import BadArgument
 
 MARGIN_SHARE = 0.1
 MARGIN_MIN_BYTES = 256 * 2**20
+
+# Fewer bytes than this without a unit are a unit that was forgotten.
+_LEAST_WITHOUT_UNIT = 2**20
 
 # v1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real comes near.
 _V1_UNLIMITED_BYTES = 2**60
@@ -47,11 +53,53 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """One bound on this process's memory: who sets it, how high it is, and what it leaves."""
+    """One bound on this process's memory: who sets it, how high it is, and what it leaves.
+
+    `shared`: with other processes, those of the same job among them.
+    """
 
     source: str
     limit_bytes: int
     left_bytes: int
+    shared: bool = True
+
+    def left_for(self, ranks: int) -> int:
+        """Return what it leaves to each of several ranks on this machine."""
+        return self.left_bytes // ranks if self.shared else self.left_bytes
+
+
+# How launchers say how many processes of a job run on a machine: torchrun and Accelerate, Open MPI, MPICH, Slurm.
+_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes of this job share the machine, as their launcher says; 1 where none does."""
+    for name in _RANKS:
+        stated = environment.get(name, "")
+        if stated.isdecimal() and int(stated) > 0:
+            return int(stated)
+    return 1
+
+
+def capacity_bytes(*, root: Path = Path("/")) -> int | None:
+    """Return the memory that the processes here share: the host's, or the tightest cgroup's (None: not known)."""
+    return min((limit.limit_bytes for limit in memory_limits(root=root) if limit.shared), default=None)
+
+
+def check_ranks(nbytes: int, *, ranks: int | None = None, root: Path = Path("/")) -> None:
+    """Refuse a budget that all ranks on this machine together could not have."""
+    ranks = local_ranks() if ranks is None else ranks
+    shared = [limit for limit in memory_limits(root=root) if limit.shared]
+    if ranks < 2 or not shared:
+        return
+    tightest = min(shared, key=lambda limit: limit.limit_bytes)
+    if ranks * nbytes > tightest.limit_bytes:
+        raise BadArgument(
+            f"{ranks} ranks share this machine, and a budget of {format_bytes(nbytes)} for each comes to "
+            f"{format_bytes(ranks * nbytes)}, more than the {format_bytes(tightest.limit_bytes)} of "
+            f"{tightest.source}: state at most {format_bytes(tightest.limit_bytes // ranks)}, or 'auto' to divide "
+            "what there is"
+        )
 
 
 def names_accelerator(budget: BudgetLike) -> bool:
@@ -64,6 +112,11 @@ def named_devices(budget: BudgetLike) -> tuple[str, ...]:
     return tuple(key for key in budget if _DEVICE.fullmatch(key)) if isinstance(budget, Mapping) else ()
 
 
+def device_count(budget: BudgetLike) -> int:
+    """Return how many devices a machine needs for every one that a budget names to exist."""
+    return max((1 + int(name.partition(":")[2]) for name in named_devices(budget)), default=1)
+
+
 def parse_device_budget(
     budget: BudgetLike, *, free_bytes: Callable[[], int], held_bytes: int = 0, root: Path = Path("/")
 ) -> Budgets:
@@ -74,9 +127,9 @@ def parse_device_budget(
     """
 
     def device_bytes(value: object, what: str) -> int:
-        if isinstance(value, str) and value.strip().lower() == "auto":
+        if (share := _share_of_auto(value, what=what)) is not None:
             usable = free_bytes() + held_bytes
-            return usable - int(usable * MARGIN_SHARE)
+            return int((usable - int(usable * MARGIN_SHARE)) * share)
         return _positive_bytes(value, what=what)
 
     if not isinstance(budget, Mapping):
@@ -131,12 +184,15 @@ def _is_device(key: object) -> bool:
 
 
 def auto_bytes(*, held_bytes: int = 0, root: Path = Path("/")) -> int:
-    """Return the tensor memory this process may hold: the least any limit leaves, plus `held_bytes`, less a margin."""
-    limits = memory_limits(root=root)
+    """Return the tensor memory this process may hold: the least any limit leaves, plus `held_bytes`, less a margin.
+
+    Of what is shared with other ranks on this machine it is an equal part.
+    """
+    limits, ranks = memory_limits(root=root), local_ranks()
     if not limits:
         raise BadArgument("budget 'auto' needs /proc/meminfo, which this system lacks: state bytes, such as '2GiB'")
-    tightest = min(limits, key=lambda limit: limit.left_bytes)
-    usable = tightest.left_bytes + held_bytes
+    tightest = min(limits, key=lambda limit: limit.left_for(ranks))
+    usable = tightest.left_for(ranks) + held_bytes
     margin = max(int(usable * MARGIN_SHARE), MARGIN_MIN_BYTES)
     if usable <= margin:
         raise BadArgument(
@@ -152,20 +208,40 @@ def memory_limits(*, root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def _fast_bytes(budget: object, *, held_bytes: int, root: Path) -> int:
-    if isinstance(budget, str) and budget.strip().lower() == "auto":
-        return auto_bytes(held_bytes=held_bytes, root=root)
+    if (share := _share_of_auto(budget, what="budget")) is not None:
+        return int(auto_bytes(held_bytes=held_bytes, root=root) * share)
     return _positive_bytes(budget, what="budget")
+
+
+def _share_of_auto(value: object, *, what: str) -> float | None:
+    """Return which part of "auto" a text states: all of it, or "50%" (None: it states bytes)."""
+    if not isinstance(value, str):
+        return None
+    text = value.strip().lower()
+    if text == "auto":
+        return 1.0
+    if not text.endswith("%"):
+        return None
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise BadArgument(f"{what} {value!r} is no share of what 'auto' finds: write '50%', or bytes such as '2GiB'")
+    return share
 
 
 def _positive_bytes(value: object, *, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise BadArgument(f"{what} {value!r} is no number of bytes: pass an int or a text such as '2GiB'")
+        raise BadArgument(f"{what} {value!r} does not state bytes: pass an int or a text such as '2GiB'")
     try:
         nbytes = parse_bytes(value)
     except ValueError as error:
         raise BadArgument(f"{what}: {error}") from None
     if nbytes <= 0:
         raise BadArgument(f"{what} {value!r} leaves no memory to work in: pass more than zero bytes, such as '2GiB'")
+    if isinstance(value, str) and value.strip().isdecimal() and nbytes < _LEAST_WITHOUT_UNIT:
+        raise BadArgument(f"{what} {value!r} would be {nbytes} bytes: add a unit, such as '{nbytes}GiB'")
     return nbytes
 
 
@@ -185,7 +261,7 @@ def _process_limits(root: Path) -> Iterator[MemoryLimit]:
         found = re.search(rf"^{name}\s+(\d+)\s", _text(root / "proc/self/limits"), re.MULTILINE)
         if found and counter in used:
             limit = int(found.group(1))
-            yield MemoryLimit(source=label, limit_bytes=limit, left_bytes=max(0, limit - used[counter]))
+            yield MemoryLimit(source=label, limit_bytes=limit, left_bytes=max(0, limit - used[counter]), shared=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

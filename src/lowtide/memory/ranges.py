@@ -171,14 +171,13 @@ class RangeMemory:
         """How many allocations were refused so far."""
         return self.native.counters().refusals
 
-    def too_small(self, *, floor_bytes: int = 0, layer: str = "") -> BudgetTooSmall:
+    def too_small(self, *, floor_bytes: int = 0) -> BudgetTooSmall:
         """Return the error for what was refused last; `floor_bytes`: the least that a recorded step needs."""
         refusal = self.native.last_refusal()
-        what = f"{refusal.what} of {layer}" if layer and not refusal.optimizer else refusal.what
         return BudgetTooSmall(
             budget_bytes=refusal.budget_bytes,
             needed_bytes=max(refusal.live_bytes + refusal.requested_bytes, floor_bytes),
-            op=what,
+            op=refusal.what,
         )
 
     def interruption(self) -> BaseException | None:

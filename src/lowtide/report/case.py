@@ -8,8 +8,8 @@ from lowtide.core.machine import Machine
 from lowtide.core.plan import CodecCost, Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Trace
-from lowtide.core.units import parse_bytes
 from lowtide.errors import BadArgument
+from lowtide.memory.budget import parse_budget
 from lowtide.plan.policy import Policy, Runs, revised
 from lowtide.plan.views.layers import relu_results
 from lowtide.simulate import simulate
@@ -94,13 +94,7 @@ def budget_of(text: str, *, static_bytes: int, peak_bytes: int) -> int:
     """Return the bytes that a budget states: "2GiB", or "60%" of what activations add to the static bytes."""
     stated = text.strip()
     if not stated.endswith("%"):
-        try:
-            nbytes = parse_bytes(stated)
-        except ValueError as error:
-            raise BadArgument(f"budget: {error}") from None
-        if nbytes <= 0:
-            raise BadArgument(f"budget {stated!r} holds nothing: state more than zero, such as '2GiB' or '60%'")
-        return nbytes
+        return parse_budget(stated).fast_bytes
     try:
         share = float(stated[:-1]) / 100
     except ValueError:

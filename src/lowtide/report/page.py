@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from lowtide.report.summary import summarize
 from lowtide.report.thin import thin_memory, thin_spans
 
 LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.STALL, Lane.OUT, Lane.IN)
+# Spans and moments of all steps together: a page of a few policies stays below a megabyte.
+_MOST_DETAILS = 20_000
+_LEAST_DETAILS = 1_000
+_MOST_JOURNEYS = 1_000
 _FIGURES = (
     "step_s",
     "compute_s",
@@ -59,6 +64,7 @@ def page_of(comparison: Comparison, focus: Focus | None, *, note: str = "") -> d
         "results": [_result(result) for result in comparison.results],
         "machines": [_machine(machine) for machine in comparison.machines],
         "policies": [_policy(name) for name in names],
+        "more_policies": len(set(registry.policy_names()) - set(names)),
         "focus": None if focus is None else _focus(focus),
     }
 
@@ -110,6 +116,7 @@ def _focus(focus: Focus) -> dict[str, Any]:
     names, name = table(op.name for op in trace.ops)
     modules, module = table(op.module for op in trace.ops)
     phases = list(Phase)
+    most = max(_LEAST_DETAILS, _MOST_DETAILS // max(1, len(focus.steps)))
     return {
         "machine": focus.problem.machine.name,
         "budget_bytes": focus.problem.budget_bytes,
@@ -124,16 +131,17 @@ def _focus(focus: Focus) -> dict[str, Any]:
             "phase": [phases.index(op.phase) for op in trace.ops],
             "peak": [op.peak_bytes for op in trace.ops],
         },
-        "steps": [_step(focus.problem, step) for step in focus.steps],
+        "steps": [_step(focus.problem, step, most=most) for step in focus.steps],
     }
 
 
-def _step(problem: Problem, settled: Settled) -> dict[str, Any]:
+def _step(problem: Problem, settled: Settled, *, most: int) -> dict[str, Any]:
     timeline, trace = settled.timeline, problem.trace
     summary = summarize(timeline, infinite_s=trace.duration_s)
-    spans = thin_spans(timeline.spans, step_s=timeline.step_s)
-    memory = thin_memory(timeline.memory, step_s=timeline.step_s)
+    spans = thin_spans(timeline.spans, step_s=timeline.step_s, most=most)
+    memory = thin_memory(timeline.memory, step_s=timeline.step_s, most=most)
     causes, cause = table(span.cause for span in spans)
+    found = _journeys(problem, settled, timeline)
     return {
         "policy": timeline.policy,
         "figures": {name: plain(getattr(timeline, name)) for name in _FIGURES},
@@ -154,8 +162,16 @@ def _step(problem: Problem, settled: Settled) -> dict[str, Any]:
             "cause": cause,
         },
         "memory": {"at": [_ns(at_s) for at_s, _ in memory], "live": [live_bytes for _, live_bytes in memory]},
-        "journeys": _journeys(problem, settled, timeline),
+        "journeys": _largest(found),
+        "absences": len(found),
+        "ways": Counter(journey["way"] for journey in found),
     }
+
+
+def _largest(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the journeys that a person would look for where there are too many: those waited for, and the largest."""
+    order = sorted(range(len(found)), key=lambda index: (-found[index]["stall_s"], -found[index]["nbytes"], index))
+    return [found[index] for index in sorted(order[:_MOST_JOURNEYS])]
 
 
 def _journeys(problem: Problem, settled: Settled, timeline: Timeline) -> list[dict[str, Any]]:

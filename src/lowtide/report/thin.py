@@ -7,22 +7,21 @@ from dataclasses import replace
 
 from lowtide.core.timeline import Lane, Span
 
-# Below this a page takes everything; above, spans shorter than a part of the step become one with their neighbours.
-MOST_SPANS = 20_000
-MOST_MOMENTS = 20_000
-PARTS = 8_000
+# Up to `most` a page takes everything; above, spans shorter than a part of the step become one with their neighbours.
+MOST = 20_000
+_PARTS = 0.4
 
 Moments = Sequence[tuple[float, int]]
 
 
-def thin_spans(spans: Sequence[Span], *, step_s: float) -> tuple[Span, ...]:
+def thin_spans(spans: Sequence[Span], *, step_s: float, most: int = MOST) -> tuple[Span, ...]:
     """Return the spans, the short ones of operators merged with those right beside them where there are too many.
 
     A merged span keeps its first operator. Transfers and waits are never merged: each is explained by itself.
     """
-    if len(spans) <= MOST_SPANS:
+    if len(spans) <= most:
         return tuple(spans)
-    short_s = step_s / PARTS
+    short_s = step_s / (most * _PARTS)
     kept: list[Span] = []
     last: dict[Lane, int] = {}
     for span in spans:
@@ -40,13 +39,13 @@ def thin_spans(spans: Sequence[Span], *, step_s: float) -> tuple[Span, ...]:
     return tuple(kept)
 
 
-def thin_memory(memory: Moments, *, step_s: float) -> tuple[tuple[float, int], ...]:
+def thin_memory(memory: Moments, *, step_s: float, most: int = MOST) -> tuple[tuple[float, int], ...]:
     """Return the memory curve; where it has too many moments, the lowest and highest of each part of the step."""
-    if len(memory) <= MOST_MOMENTS or step_s <= 0:
+    if len(memory) <= most or step_s <= 0:
         return tuple(memory)
     parts: dict[int, list[tuple[float, int]]] = {}
     for moment in memory:
-        parts.setdefault(int(moment[0] / step_s * PARTS), []).append(moment)
+        parts.setdefault(int(moment[0] / step_s * most * _PARTS / 2), []).append(moment)
     kept: list[tuple[float, int]] = []
     for part in parts.values():
         ends = {part[0], part[-1], min(part, key=lambda each: each[1]), max(part, key=lambda each: each[1])}

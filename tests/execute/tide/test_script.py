@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import lowtide
 from lowtide import capture_script
 from lowtide.core.trace import Kind
 from lowtide.errors import BadArgument
+from lowtide.execute.tide import script
 from lowtide.execute.tide.script import run_script
 from tests.execute.training import other_bytes
 
@@ -107,15 +110,16 @@ def run_as_python_does(path: Path, argv: list[str]) -> None:
         sys.argv = before
 
 
-@pytest.mark.parametrize(("source", "steps"), [(TRAIN, 4), (GAN, 8)])
-def test_losses_are_the_scripts_own_and_steps_are_its_optimizers(
-    source: str, steps: int, write: Write, spill: Path, tmp_path: Path
+@pytest.mark.parametrize(("source", "optimizers"), [(TRAIN, 1), (GAN, 2)])
+def test_losses_are_the_scripts_own_and_a_step_has_one_of_each_optimizer(
+    source: str, optimizers: int, write: Write, spill: Path, tmp_path: Path
 ) -> None:
     path, out = write(source), tmp_path / "losses.json"
     expected = plain(path, out)
     stats = run_script(path, [str(out)], budget=64 << 20, spill=spill)
     assert json.loads(out.read_text()) == expected
-    assert stats["steps"] == steps
+    assert stats["steps"] == 4
+    assert stats["optimizer_steps"] == 4 * optimizers
     assert stats["swapped_out_bytes"] == 0
     static, peak = stats["static_bytes"], stats["peak_bytes"]
     assert isinstance(static, int)
@@ -123,7 +127,8 @@ def test_losses_are_the_scripts_own_and_steps_are_its_optimizers(
     tight = static + int(0.65 * (peak - static))
     stats = run_script(path, [str(out)], budget=tight, spill=spill)
     assert json.loads(out.read_text()) == expected
-    assert stats["steps"] == steps
+    assert stats["steps"] == 4
+    assert stats["optimizer_steps"] == 4 * optimizers
     assert stats["swapped_out_bytes"] > 0  # type: ignore[operator]
     assert stats["peak_reserved_bytes"] <= tight  # type: ignore[operator]
     assert stats["exit_code"] == 0
@@ -292,3 +297,77 @@ def test_statistics_are_ready_for_json(write: Write, spill: Path, tmp_path: Path
     assert json.loads(json.dumps(stats)) == stats
     assert stats["policy"] == "auto"
     assert stats["unmanaged"] == {}
+
+
+EVALUATE = """
+    import sys
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(256, 256)
+
+        def forward(self, x):
+            return self.inner(x).relu()
+
+    model = torch.nn.Sequential(Block(), Block())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(int(sys.argv[1])):
+        model(torch.randn(1024, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(60):
+                model(torch.randn(1024, 256))
+"""
+PARAMETER_BYTES = 2 * (256 * 256 + 256) * 4
+
+
+def test_the_last_steps_peak_is_a_steps_and_not_of_what_follows_it(write: Write, spill: Path) -> None:
+    stats = run_script(write(EVALUATE), ["4"], budget=64 << 20, spill=spill)
+    assert int(str(stats["last_step_peak_bytes"])) >= int(str(stats["static_bytes"])) + 2 * 1024 * 256 * 4
+
+
+def test_evaluation_between_steps_is_in_no_steps_time(write: Write, spill: Path, monkeypatch: Any) -> None:
+    """Sixty forward passes take many times as long as the one forward and backward pass of a step."""
+    spans: list[tuple[float, float]] = []
+    add = script.Iterations.add
+
+    def seen(self: script.Iterations, optimizer: object, *, begun_s: float, ended_s: float) -> None:
+        spans.append((begun_s, ended_s))
+        add(self, optimizer, begun_s=begun_s, ended_s=ended_s)
+
+    monkeypatch.setattr(script.Iterations, "add", seen)
+    stats = run_script(write(EVALUATE), ["4"], budget=64 << 20, spill=spill)
+    between_s = [begun_s - ended_s for (_, ended_s), (begun_s, _) in pairwise(spans)]
+    steps_s = [ended_s - begun_s for begun_s, ended_s in spans]
+    assert stats["step_s"] == pytest.approx(statistics.median(steps_s))
+    assert sum(between_s) > 4 * sum(steps_s[1:]), "evaluation lies between the steps"
+
+
+def test_an_iteration_ends_before_an_optimizer_steps_again() -> None:
+    judge, maker = object(), object()
+    iterations = script.Iterations()
+    for at, optimizer in enumerate((judge, judge, maker, judge, maker)):
+        iterations.add(optimizer, begun_s=2.0 * at, ended_s=2.0 * at + 1.0)
+    stats = iterations.stats()
+    assert (stats["steps"], stats["optimizer_steps"]) == (3, 5), "judge | judge, maker | judge, maker"
+    assert (stats["step_s"], stats["last_step_s"]) == (2.0, 2.0)
+
+
+def test_a_captured_script_shows_the_steady_step_with_its_layers_by_name(write: Write) -> None:
+    path = write(EVALUATE)
+    trace = capture_script(path, ["5"])
+    assert trace.static_bytes >= 3 * PARAMETER_BYTES, "parameters and both moments are there before the step"
+    assert not [op.name for op in trace.ops if "uniform_" in op.name], "the model was made long before"
+    assert trace.model == path.name
+    assert {"0.inner", "1.inner"} <= {op.module for op in trace.ops}
+
+
+def test_a_model_that_the_script_gives_up_is_not_kept(write: Write, spill: Path, tmp_path: Path) -> None:
+    path = write(
+        EVALUATE + "\n    import weakref, gc\n    seen = weakref.ref(model)\n    del model, optimizer, _\n"
+        "    gc.collect()\n    assert seen() is None\n"
+    )
+    run_script(path, ["2"], budget=64 << 20, spill=spill)

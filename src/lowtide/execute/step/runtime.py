@@ -44,6 +44,7 @@ class Runtime(Driver):
         self.unmanaged: Counter[str] = Counter()
         self.waits: list[Wait] = []
         self.gradient_serials: set[int] = set()
+        self.first_save_s: float | None = None
         self._least_bytes = least_bytes
         self._key_of: dict[int, int] = {}
         self._next_key = 0
@@ -63,6 +64,7 @@ class Runtime(Driver):
         """
         self._remakes = self.remaker is not None and not recording and can_watch()
         self.waits = []
+        self.first_save_s = None
         self.give_back_gradients()  # of a backward that raised
         self.gradient_serials = set()
         with self._lock:
@@ -161,6 +163,8 @@ class Runtime(Driver):
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Take a tensor that autograd saves."""
+        if self.first_save_s is None:
+            self.first_save_s = time.perf_counter()
         reason = unmanaged_reason(tensor, self.backend.device)
         if reason is not None:
             self.unmanaged[reason] += 1

@@ -21,6 +21,7 @@ from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Moved, Traffic, link_seen
 from lowtide.execute.tide.learning import Learning
+from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
 from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.memory.ranges import RangeMemory
@@ -57,6 +58,8 @@ class CpuTide(Tide):
         self._step_stall_s = 0.0
         self._peaks = (0, 0)
         self._warned = False
+        self._timed = False
+        self._last_peak_bytes = 0
         self._strangers = 0  # the most blocks of other allocators that a step has used
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
         self._slices = SlicedUpdates(slice_bytes=budget_bytes // 8)
@@ -86,7 +89,7 @@ class CpuTide(Tide):
             self._raise_trouble(error)
             if self._memory.refusals == refusals:
                 raise
-            raise self._too_small() from error
+            raise located(self._too_small(), error, self._recorder.models()) from error
 
     def _raise_trouble(self, cause: BaseException | None = None) -> None:
         """Raise what went wrong where nothing could be raised; warn of the first write that failed (R4)."""
@@ -97,14 +100,25 @@ class CpuTide(Tide):
         if isinstance(trouble, BudgetTooSmall):
             trouble = self._too_small()
         if trouble is not None:
-            raise trouble from cause
+            raise (trouble if cause is None else located(trouble, cause, self._recorder.models())) from cause
 
     def _too_small(self) -> BudgetTooSmall:
         floor_bytes = 0 if self._trace is None else self._trace.floor_bytes()
-        return self._memory.too_small(floor_bytes=floor_bytes, layer=self._recorder.module)
+        return self._memory.too_small(floor_bytes=floor_bytes)
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)
+
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        self._recorder.know_models(models)
+
+    def time_training(self) -> None:
+        self._timed = True
+
+    @property
+    def first_save_s(self) -> float | None:
+        began_ns = self._memory.native.grad_began_ns()
+        return began_ns / 1e9 if began_ns else None
 
     def begin_step(self) -> None:
         self._inside = True
@@ -118,7 +132,8 @@ class CpuTide(Tide):
             memory.announce(True)
             self._recorder.start(static_bytes=usage.held_bytes)
         else:
-            memory.announce(self._under_pressure or usage.counted.away > 0)
+            memory.announce(self._timed or self._under_pressure or usage.counted.away > 0)
+        memory.native.grad_forget()
         memory.native.step_begin(self._next_plan)
         self._started = time.perf_counter()
         self._stall_before = usage.stall_s
@@ -128,7 +143,9 @@ class CpuTide(Tide):
         followed, _, _ = self._memory.native.step_end()
         self._step_s.append(time.perf_counter() - self._started)
         self._strangers = max(self._strangers, self._memory.native.take_strangers())
-        self._step_stall_s = self._memory.usage().stall_s - self._stall_before
+        usage = self._memory.usage()
+        self._step_stall_s = usage.stall_s - self._stall_before
+        self._last_peak_bytes = usage.peak_bytes
         try:
             self._raise_trouble()
         except BaseException:
@@ -218,7 +235,7 @@ class CpuTide(Tide):
             "over_budget_bytes": usage.counted.beyond,
             "peak_bytes": peak_bytes,
             "peak_reserved_bytes": peak_reserved_bytes,
-            "last_step_peak_bytes": usage.peak_bytes,
+            "last_step_peak_bytes": self._last_peak_bytes,
             "static_bytes": self._static_bytes,
             "swapped_out_bytes": usage.counted.written,
             "swapped_in_bytes": usage.counted.read,

@@ -24,6 +24,7 @@ from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.tide.feedback import Planned, executed
 from lowtide.execute.tide.opening import Opened
+from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.costs.sweep import planned_bytes
 from lowtide.plan.policy import Observes, Policy, revised
@@ -89,6 +90,7 @@ class DeviceTide(Tide):
         self._plan: Plan | None = None
         self._step_s: list[float] = []
         self._step_stall_s = 0.0
+        self._step_figures: dict[str, object] = {}
         self._static_bytes = self._backend.usage().live_bytes
         self._opened()
 
@@ -107,11 +109,18 @@ class DeviceTide(Tide):
                 raise self._runtime.take_failure() from error
             if self._backend.refusals == refusals or not concerns(error, self._backend.device):
                 raise
-            raise self._backend.too_small() from error
+            raise located(self._backend.too_small(), error, self._recorder.models()) from error
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)
         self._runtime.know([optimizer])
+
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        self._recorder.know_models(models)
+
+    @property
+    def first_save_s(self) -> float | None:
+        return self._runtime.first_save_s
 
     def begin_step(self) -> None:
         self._inside = True
@@ -144,6 +153,9 @@ class DeviceTide(Tide):
             self._backend.rest()
         self._step_s.append(time.perf_counter() - self._started)
         self._step_stall_s = self._backend.usage().stall_s - self._stall_before
+        self._step_figures = {
+            name: value for name, value in self._backend.figures().items() if name.startswith("last_step_")
+        }
         if self._runtime.failure is not None:
             self._recorder.cancel()
             raise self._runtime.take_failure()
@@ -170,8 +182,9 @@ class DeviceTide(Tide):
             recorded = self._recorder.stop(gradients=self._runtime.gradient_serials)
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
-            if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
+            if recorded is not None:
                 self._trace = recorded.trace
+            if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
                 problem = self._problem(recorded)
                 self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
                 times_recorded = self._recorded[signature] = times_recorded + 1
@@ -269,6 +282,7 @@ class DeviceTide(Tide):
             **self._runtime.figures(),
             "unmanaged": dict(self._runtime.unmanaged),
             **self._backend.figures(),
+            **self._step_figures,  # of the step that ended, not of the one that has begun since
         }
 
     def _over_budget_bytes(self, usage: Usage) -> int:

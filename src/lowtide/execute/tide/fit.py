@@ -18,7 +18,7 @@ from lowtide.execute.tide.fleet import Fleet
 from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend, refuse_lossy
 from lowtide.execute.tide.tide import Tide
 from lowtide.memory import ranges
-from lowtide.memory.budget import BudgetLike, Budgets
+from lowtide.memory.budget import BudgetLike, Budgets, check_ranks
 from lowtide.plan.policy import Policy
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.open import Spill, open_medium
@@ -67,6 +67,9 @@ def open_tide(
     registry.policy(policy)  # nothing is opened for one that does not exist
     devices = devices_of(models, budget)
     budgets = budgets_for(devices, models, optimizers, budget=budget)
+    if not moves_nothing:
+        for device, one in zip(devices, budgets, strict=True):
+            check_ranks(one.fast_bytes if device is None else one.host_bytes or 0)
     if len(devices) > 1 and isinstance(spill, Medium):
         raise BadArgument(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "

@@ -64,6 +64,14 @@ class Fleet(Tide):
         for tide in self._tides.values():
             tide.know(optimizer)
 
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        for tide in self._tides.values():
+            tide.know_models(models)
+
+    @property
+    def first_save_s(self) -> float | None:
+        return min((tide.first_save_s for tide in self._tides.values() if tide.first_save_s is not None), default=None)
+
     def begin_step(self) -> None:
         self._inside = True
         for tide in self._tides.values():

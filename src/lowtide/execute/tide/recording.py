@@ -122,10 +122,11 @@ class _Steps:
             self.counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
+def capture_script(path: Path, argv: list[str], *, steps: int = 3) -> Trace:
     """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps.
 
-    One more step, if the script has one, counts floating-point operations: counting slows operators down.
+    The first of them has the start of the program in it, the second still makes what later ones find. One more step, if
+    the script has one, counts floating-point operations: counting slows operators down.
     """
     uncounted = f"{path.name} ended before a step to count them in: record fewer steps of it, or let it run longer"
     with open_tide([], [], **_UNMANAGED) as tide:
@@ -155,4 +156,4 @@ def capture_script(path: Path, argv: list[str], *, steps: int = 2) -> Trace:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return with_flops(trace, seen.counter.counted)
+        return replace(with_flops(trace, seen.counter.counted), model=path.name)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import runpy
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +15,96 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from lowtide.errors import BadArgument
 from lowtide.execute.tide.fit import open_tide
 from lowtide.execute.tide.tide import Tide
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
 from lowtide.tiers.open import Spill
 
+Program = Path | str
+"""A script by its path, or a module by its name."""
+
+
+class Iterations:
+    """Counts and times a program's iterations.
+
+    An iteration ends with the last optimizer step before some optimizer steps a second time: the two steps of a GAN are
+    one iteration. It begins where autograd first saves something, so what a program does between steps without
+    gradients (loading data, evaluating, saving) is not in its time.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer_steps = 0
+        self._done_s: list[float] = []
+        self._now_s = 0.0
+        self._stepped: set[int] = set()
+
+    def add(self, optimizer: object, *, begun_s: float, ended_s: float) -> None:
+        """Take note of an optimizer's step, for which the program worked from `begun_s` to `ended_s`."""
+        if id(optimizer) in self._stepped:
+            self._done_s.append(self._now_s)
+            self._now_s = 0.0
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+        self._now_s += ended_s - begun_s
+        self.optimizer_steps += 1
+
+    def stats(self) -> dict[str, object]:
+        """Return the counts and times for `Tide.stats`."""
+        times_s = [*self._done_s, self._now_s] if self._stepped else []
+        return {
+            "steps": len(times_s),
+            "optimizer_steps": self.optimizer_steps,
+            "step_s": statistics.median(times_s) if times_s else 0.0,
+            "last_step_s": times_s[-1] if times_s else 0.0,
+        }
+
+
+class Run:
+    """A program inside its budget."""
+
+    def __init__(self, tide: Tide) -> None:
+        self._tide = tide
+        self.iterations = Iterations()
+
+    def stats(self) -> dict[str, object]:
+        """Return `Tide.stats()`, in the program's iterations."""
+        return self._tide.stats() | self.iterations.stats()
+
+
+@contextmanager
+def inside(
+    *,
+    budget: BudgetLike,
+    spill: Spill = None,
+    policy: str | Policy = "auto",
+    verify: bool = False,
+    recompute: bool | None = None,
+    strict: bool = False,
+    on_forked_step: Callable[[], None] | None = None,
+) -> Iterator[Run]:
+    """Keep whatever this thread does inside a budget, in steps that reach from one `optimizer.step()` to the next.
+
+    An allocation refused for the budget's sake becomes `BudgetTooSmall`. `strict`: refuse to be advisory.
+    `on_forked_step` is called in a fork of this process that trains, which has no budget.
+    """
+    with open_tide([], [], budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute) as tide:
+        if strict and not tide.stats()["budget_exact"]:
+            raise BadArgument(
+                "the budget would only be counted and not enforced, which --strict forbids: the warning says why, and "
+                "'lowtide doctor' what helps"
+            )
+        run = Run(tide)
+        with (
+            stepping(tide, iterations=run.iterations, on_forked_step=on_forked_step),
+            tide.turning_refusals_into_errors(),
+        ):
+            yield run
+
 
 def run_script(
-    path: Path,
+    program: Program,
     argv: list[str],
     *,
     budget: BudgetLike,
@@ -27,30 +112,63 @@ def run_script(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    strict: bool = False,
+    on_forked_step: Callable[[], None] | None = None,
 ) -> dict[str, object]:
-    """Run a script as `__main__` inside a budget; return `Tide.stats()` with the script's "exit_code".
+    """Run a script (or, by its name, a module) as `__main__` inside a budget, as `inside` explains.
 
-    What the script raises comes through, except that an allocation refused for the budget's sake becomes
-    `BudgetTooSmall`. A step reaches from one `optimizer.step()` to the next.
+    Return `Tide.stats()` with the script's "exit_code". What the script raises comes through.
     """
-    with open_tide([], [], budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute) as tide:
-        with stepping(tide), tide.turning_refusals_into_errors():
-            exit_code = run_as_main(path, argv)
-        return tide.stats() | {"exit_code": exit_code}
+    with inside(
+        budget=budget,
+        spill=spill,
+        policy=policy,
+        verify=verify,
+        recompute=recompute,
+        strict=strict,
+        on_forked_step=on_forked_step,
+    ) as run:
+        exit_code = run_as_main(program, argv)
+        return run.stats() | {"exit_code": exit_code}
 
 
 @contextmanager
-def stepping(tide: Tide, on_step: Callable[[], None] | None = None) -> Iterator[None]:
+def stepping(
+    tide: Tide,
+    on_step: Callable[[], None] | None = None,
+    *,
+    iterations: Iterations | None = None,
+    on_forked_step: Callable[[], None] | None = None,
+) -> Iterator[None]:
     """Manage what this thread does, in steps that end where an optimizer's step does; call `on_step` after each."""
+    pid = os.getpid()
+    known: set[int] = set()
+    forked: list[int] = []
+    begun_s = time.perf_counter()
 
     def after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        tide.know(optimizer)
+        nonlocal begun_s
+        if os.getpid() != pid:  # a fork: neither the budget nor the hooks are its own
+            if on_forked_step is not None and os.getpid() not in forked:
+                forked.append(os.getpid())
+                on_forked_step()
+            return
+        if iterations is not None:
+            saved_s = tide.first_save_s
+            iterations.add(optimizer, begun_s=begun_s if saved_s is None else saved_s, ended_s=time.perf_counter())
+        if id(optimizer) not in known:
+            known.add(id(optimizer))
+            tide.know(optimizer)
+            tide.know_models(models_of(optimizer))
         tide.end_step()
         if on_step is not None:
             on_step()
+        begun_s = time.perf_counter()
         tide.begin_step()
 
     handle = register_optimizer_step_post_hook(after_step)
+    if iterations is not None:
+        tide.time_training()
     tide.begin_step()
     try:
         with tide.hooks():
@@ -60,13 +178,29 @@ def stepping(tide: Tide, on_step: Callable[[], None] | None = None) -> Iterator[
         tide.abandon_step()
 
 
-def run_as_main(path: Path, argv: list[str]) -> int:
-    """Run a script as `python path argv...` would; return its exit code."""
+def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
+    """Return the outermost modules that hold parameters of an optimizer, found among all objects of the program."""
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # Not isinstance: it asks objects for their class, and some of the program's may do anything then.
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and "_modules" in vars(each)]
+    inner = {id(child) for module in found for child in vars(module)["_modules"].values()}
+    return [
+        module
+        for module in found
+        if id(module) not in inner and any(id(parameter) in owned for parameter in module.parameters())
+    ]
+
+
+def run_as_main(program: Program, argv: list[str]) -> int:
+    """Run a script as `python path argv...` would, or a module as `python -m name argv...`; return its exit code."""
     before_argv, before_path = sys.argv[:], sys.path[:]
-    sys.argv = [str(path), *argv]
-    sys.path[0] = str(path.resolve().parent)
+    sys.argv = [str(program), *argv]
+    sys.path[0] = str(program.resolve().parent) if isinstance(program, Path) else str(Path.cwd())
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        if isinstance(program, Path):
+            runpy.run_path(str(program), run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as exit_:
         return _exit_code(exit_)
     finally:

@@ -6,7 +6,7 @@ import atexit
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Self
 
@@ -65,6 +65,18 @@ class Tide(ABC):
     @abstractmethod
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer: its tensors get their kinds in traces, its parameters' gradients may leave."""
+
+    @abstractmethod
+    def know_models(self, models: Sequence[torch.nn.Module]) -> None:
+        """Learn of models that were found later: their layers get their names in traces. They are not kept alive."""
+
+    def time_training(self) -> None:
+        """Tell from the next step on when training begins in it: `first_save_s`."""
+
+    @property
+    @abstractmethod
+    def first_save_s(self) -> float | None:
+        """When autograd first saved something in the running step, by `time.perf_counter` (None: not yet)."""
 
     @abstractmethod
     def begin_step(self) -> None:

@@ -229,6 +229,8 @@ class Native:
         self._step_end = quick("lt_step_end", i64, pointer)
         self.step_abandon = quick("lt_step_abandon", None)
         self.touch = quick("lt_touch", None, integer)
+        self.grad_began_ns = quick("lt_grad_began_ns", i64)
+        self.grad_forget = quick("lt_grad_forget", None)
         self.take_strangers = quick("lt_take_strangers", i64)
         self.stress = quick("lt_stress", None, i64, ctypes.c_uint64)
         self._name_id = quick("lt_name_id", i64, ctypes.c_char_p)

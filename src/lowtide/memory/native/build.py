@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -66,6 +67,8 @@ _REMEDIES = (
 )
 _OTHER_REMEDY = "install g++ 10 or later, or name another compiler in CXX"
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
 _announced: set[str] = set()
 _quiet = False
 
@@ -103,7 +106,9 @@ def library_path(torch_version: str, library: Library = NATIVE) -> Path:
 def build(torch_dir: Path, torch_version: str, cxx11_abi: bool, library: Library = NATIVE) -> Path:
     """Return the built library, building it first where it is not in the cache yet."""
     target = library_path(torch_version, library)
-    if target.exists():
+    _secure(target.parent.parent, library)
+    _secure(target.parent, library)
+    if _is_ours_alone(target):
         return target
     if sys.platform != "linux":
         raise NativeUnavailable(f"{library.title} needs Linux (mremap), this is {sys.platform}: train on Linux")
@@ -111,11 +116,13 @@ def build(torch_dir: Path, torch_version: str, cxx11_abi: bool, library: Library
     if cxx is None:
         raise NativeUnavailable(_no_compiler())
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        target.parent.mkdir(exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             _announce(library)
             _compile(library, cxx, made, torch_dir, cxx11_abi)
+            made.chmod(0o755)
             made.replace(target)  # whole or not at all, whoever else builds it now
     except OSError as error:
         raise NativeUnavailable(
@@ -123,6 +130,34 @@ def build(torch_dir: Path, torch_version: str, cxx11_abi: bool, library: Library
             "make that writable, or set LOWTIDE_CACHE to a directory that is"
         ) from error
     return target
+
+
+# Note [Whose library]: what is loaded runs with this user's rights. So it has to be this user's or root's file, which
+# nobody else can write, in directories of which the same is true: a cache may be shared, as /tmp is.
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Tell whether a file is there that nobody else can have made or changed; see Note [Whose library]."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
+
+
+def _secure(directory: Path, library: Library) -> None:
+    """Refuse a directory of another user's, and close one of our own that others can write to."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return  # nothing can be loaded from there; whoever builds into it says why not
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+        raise NativeUnavailable(
+            f"{library.title} is not loaded from {directory}, which belongs to another user: remove it, or set "
+            "LOWTIDE_CACHE to a directory of your own"
+        )
+    if found.st_mode & _OTHERS_WRITE and found.st_uid == os.geteuid():
+        directory.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
 
 
 def _no_compiler() -> str:

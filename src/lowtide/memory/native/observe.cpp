@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 #include <pthread.h>
 
 #include <cstring>
@@ -192,6 +193,16 @@ void collect(const c10::IValue& value, bool writes, std::vector<Operand>& single
   }
 }
 
+// When the step's first operator began that autograd follows; 0: none has.
+std::atomic<int64_t> grad_began_ns{0};
+
+bool is_followed(const at::RecordFunction& fn) {
+  if (!c10::GradMode::is_enabled()) return false;
+  for (const auto& value : fn.inputs())
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad()) return true;
+  return false;
+}
+
 // See Note [Announcing].
 void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   Ranges& all = ranges();
@@ -200,6 +211,7 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   listed.clear();
   std::unique_lock<std::mutex> guard(pages().mutex);
   if (!outermost && facts.computes && schedule().in_step()) {
+    if (!grad_began_ns && is_followed(fn)) grad_began_ns = now_ns();
     schedule().on_operator(facts.id);
     int64_t one_in = stress_one_in.load(std::memory_order_relaxed);
     dice = dice * 6364136223846793005ull + 1442695040888963407ull;
@@ -385,6 +397,15 @@ void lt_log_start() {
   if (!touching) return;
   std::lock_guard<std::mutex> guard(pages().mutex);
   ranges().each([](Range* range) { log_event(Event::kExists, range->serial, range->bytes); });
+}
+
+// When the running step's first operator began that autograd follows, by the clock of the log; 0: none has.
+int64_t lt_grad_began_ns() {
+  return grad_began_ns;
+}
+
+void lt_grad_forget() {
+  grad_began_ns = 0;
 }
 
 // Announce operators' operands to their ranges, or do not.

@@ -1,8 +1,14 @@
 // Puts the page together from its data, and keeps its parts in step.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = null;
 const byId = (id) => document.getElementById(id);
 const page = { step: null, machine: "", chart: null, plan: null };
+
+async function readData() {
+  const packed = Uint8Array.from(atob(byId("data").textContent), (letter) => letter.charCodeAt(0));
+  const plain = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(plain).text());
+}
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
@@ -44,12 +50,13 @@ function drawCards(step) {
   const notes = [...step.notes];
   if (f.reserved_peak_bytes !== f.peak_bytes) notes.push(`The allocator model reserves ${formatBytes(f.reserved_peak_bytes)}.`);
   if (f.trials) notes.push(`${f.trials} trial steps before the plan was settled.`);
+  if (step.absences > step.journeys.length) notes.push(`${step.absences - step.journeys.length} of ${step.absences} absences, those of the smallest tensors, are not listed.`);
   if (step.thinned) notes.push(`${step.thinned} operators too short to see are drawn with their neighbours.`);
   byId("notes").replaceChildren(...notes.map((note) => make("li", {}, note)));
 }
 
 function drawVerdict(step) {
-  const f = step.figures, count = (ways) => step.journeys.filter((journey) => ways.includes(journey.way)).length;
+  const f = step.figures, count = (ways) => ways.reduce((sum, way) => sum + (step.ways[way] || 0), 0);
   const slowdown = f.step_s / (data.focus.infinite_s || f.step_s || 1), swapped = count(["swapped", "unused", "released"]), remade = count(["remade"]);
   const did = [swapped ? `swaps ${swapped} tensor${swapped > 1 ? "s" : ""}` : "", remade ? `recomputes ${remade}` : ""].filter(Boolean).join(" and ");
   const cost = slowdown < 1.005 ? "at no cost in time" : `in ${slowdown.toFixed(2)} times the time`;
@@ -125,7 +132,9 @@ function drawSources() {
 
 function start() {
   const model = data.model || "Training step";
-  byId("title").textContent = data.focus ? `${model} in ${formatBytes(data.focus.budget_bytes)} on ${data.focus.machine}` : `${model}, compared`;
+  const where = data.focus && data.focus.machine !== "assumed" ? data.focus.machine : "an assumed machine";
+  byId("title").textContent = `Simulated: ${data.focus ? `${model} in ${formatBytes(data.focus.budget_bytes)} on ${where}` : `${model}, compared`}`;
+  if (data.more_policies) byId("more-policies").textContent = `${data.more_policies} more policies can be compared: lowtide report --policies all.`;
   if (data.note) { byId("note").textContent = data.note; byId("note").hidden = false; }
   for (const node of document.querySelectorAll('[data-needs="focus"]')) node.hidden = !data.focus;
   byId("machine").replaceChildren(...data.machines.map((machine) => make("option", { value: machine.name }, machine.name)));
@@ -159,8 +168,17 @@ function start() {
 }
 
 startTheme();
-start();
-let widthDrawn = byId("pareto").clientWidth;
-new ResizeObserver(() => {
-  if (byId("pareto").clientWidth !== widthDrawn) { widthDrawn = byId("pareto").clientWidth; drawMachine(); }
-}).observe(byId("pareto"));
+readData().then((found) => {
+  data = found;
+  start();
+  let widthDrawn = byId("pareto").clientWidth;
+  new ResizeObserver(() => {
+    if (byId("pareto").clientWidth !== widthDrawn) { widthDrawn = byId("pareto").clientWidth; drawMachine(); }
+  }).observe(byId("pareto"));
+}).catch((error) => {
+  byId("note").textContent = `This page cannot be drawn: ${error.message || error}. A browser from 2023 or later reads it.`;
+  byId("note").hidden = false;
+  console.error(error);
+}).finally(() => {
+  document.documentElement.dataset.drawn = "yes";
+});

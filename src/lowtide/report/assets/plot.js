@@ -43,7 +43,7 @@ function drawPareto(holder, results, { chosen, budget, peak, onChoose }) {
   svg.append(label((left + width - right) / 2, height - 6, "peak memory", "middle"), label(left + 6, top + 12, "step time, of infinite memory", "start"));
   if (budget) {
     svg.append(make("line", { x1: x(budget), x2: x(budget), y1: top, y2: height - bottom, stroke: "var(--budget)", "stroke-dasharray": "7 5", "stroke-width": 1.5 }));
-    svg.append(label(x(budget) - 6, top + 12, `budget ${formatBytes(budget)}`, "end", "var(--budget)"));
+    svg.append(label(x(budget) - 6, top + 28, `budget ${formatBytes(budget)}`, "end", "var(--budget)"));
   }
   if (peak <= high) svg.append(make("line", { x1: x(peak), x2: x(peak), y1: top, y2: height - bottom, stroke: "var(--ghost)", "stroke-dasharray": "2 4" }), label(x(peak) - 6, height - bottom - 8, "unmanaged", "end"));
   const front = paretoFront(ran.filter((result) => !result.over_budget));
