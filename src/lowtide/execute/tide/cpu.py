@@ -58,7 +58,6 @@ class CpuTide(Tide):
         self._step_stall_s = 0.0
         self._peaks = (0, 0)
         self._warned = False
-        self._timed = False
         self._last_peak_bytes = 0
         self._strangers = 0  # the most blocks of other allocators that a step has used
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
@@ -111,9 +110,6 @@ class CpuTide(Tide):
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         self._recorder.know_models(models)
-
-    def time_training(self) -> None:
-        self._timed = True
 
     @property
     def first_save_s(self) -> float | None:

@@ -26,6 +26,7 @@ class Tide(ABC):
 
     def __init__(self) -> None:
         self._inside = False
+        self._timed = False
         self._closed = True  # until everything is open: nothing to close after a failure before that
         self._pid = os.getpid()
 
@@ -72,6 +73,7 @@ class Tide(ABC):
 
     def time_training(self) -> None:
         """Tell from the next step on when training begins in it: `first_save_s`."""
+        self._timed = True
 
     @property
     @abstractmethod
