@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from benchmarks.jobs import Job
 from benchmarks.models import set_checkpointing
 
+LOWTIDE = ("lowtide", "hooks")
 _UNREACHED_BYTES = 1 << 40
 _NAIVE_LEAST_BYTES = 1 << 20
 
@@ -34,7 +35,7 @@ def open_session(job: Job, module: nn.Module, optimizer: Optimizer) -> Iterator[
     """Yield the job's way of training."""
     with ExitStack() as stack:
         match job.contender:
-            case "stock":
+            case "stock" | "tcmalloc":
                 session = Session(step=nullcontext)
             case "checkpoint":
                 segments = set_checkpointing(module)
@@ -42,19 +43,22 @@ def open_session(job: Job, module: nn.Module, optimizer: Optimizer) -> Iterator[
             case "naive":
                 naive = stack.enter_context(NaiveSpill(Path(job.spill), module))
                 session = Session(step=naive.step, moved_bytes=lambda: (naive.written_bytes, naive.read_bytes))
-            case "lowtide":
+            case "lowtide" | "hooks":
                 session = _lowtide(job, module, optimizer, stack)
             case other:
                 raise ValueError(f"unknown contender {other!r}")
-        if job.count_live and job.contender != "lowtide":
+        if job.count_live and job.contender not in LOWTIDE:
             session = _counted(job, session, module, optimizer, stack)
         yield session
 
 
 def _lowtide(job: Job, module: nn.Module, optimizer: Optimizer, stack: ExitStack) -> Session:
     import lowtide
+    from lowtide.execute.tide import fit
 
     assert job.budget_bytes is not None, "Lowtide needs a budget"
+    if job.contender == "hooks":
+        fit.moves_pages = lambda *_: False
     tide = stack.enter_context(lowtide.fit(module, optimizer, budget=job.budget_bytes, spill=job.spill))
 
     def moved_bytes() -> tuple[int, int]:

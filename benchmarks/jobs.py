@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from ctypes.util import find_library
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ _ALLOCATOR_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES")
 class Job:
     """One training in a process of its own.
 
-    `contender`: stock, checkpoint, naive or lowtide. `count_live`: run under Lowtide's allocator with a budget that is
+    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or hooks (Lowtide as
+    it moves what autograd saved, without pages). `count_live`: run under Lowtide's allocator with a budget that is
     never reached, only to count live bytes; such a run is not timed.
     """
 
@@ -54,6 +56,11 @@ def launch(
         for name, value in os.environ.items()
         if name not in _ALLOCATOR_SETTINGS and not name.startswith("MALLOC_")
     }
+    if job.contender == "tcmalloc":
+        library = find_library("tcmalloc_minimal") or find_library("tcmalloc")
+        if library is None:
+            return Answer(facts={}, failure="tcmalloc is not installed (Debian: libtcmalloc-minimal4)")
+        environment["LD_PRELOAD"] = library
     paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     try:

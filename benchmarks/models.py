@@ -214,20 +214,20 @@ def _vgg16_linear(sizes: Sizes, *, zero_first: bool) -> Benchmark:
     return _vision(title, lambda: vgg16(classes=sizes.classes, linear_layers=True), sizes, zero_first=zero_first)
 
 
-def _gpt(sizes: Sizes) -> Benchmark:
-    count, tokens = max(1, 8 // sizes.scale), 512
+def _gpt(sizes: Sizes, *, depth: int = 12, width: int = 512, heads: int = 8, batch: int = 8) -> Benchmark:
+    count, tokens = max(1, batch // sizes.scale), 512
 
-    def batch(source: torch.Generator) -> tuple[Tensor, Tensor]:
+    def made(source: torch.Generator) -> tuple[Tensor, Tensor]:
         ids = torch.randint(0, sizes.vocabulary, (count, tokens + 1), generator=source)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     return Benchmark(
-        title=f"GPT, 12 layers, width 512, {tokens} tokens, batch {count}, vocabulary {sizes.vocabulary}",
+        title=f"GPT, {depth} layers, width {width}, {tokens} tokens, batch {count}, vocabulary {sizes.vocabulary}",
         build=lambda: LanguageModel(
-            vocabulary=sizes.vocabulary, width=512, depth=12, heads=8, tokens=tokens, causal=True, dropout=0.0
+            vocabulary=sizes.vocabulary, width=width, depth=depth, heads=heads, tokens=tokens, causal=True, dropout=0.0
         ),
         optimizer=_adamw,
-        batch=batch,
+        batch=made,
         loss=_token_loss,
     )
 
@@ -256,6 +256,8 @@ MODELS: dict[str, Callable[[Sizes], Benchmark]] = {
     "vgg16_linear": lambda sizes: _vgg16_linear(sizes, zero_first=True),
     "vgg16_linear_zero_last": lambda sizes: _vgg16_linear(sizes, zero_first=False),
     "gpt": _gpt,
+    # Its parameters, gradients and optimizer state weigh more than its activations: 5 GB.
+    "gpt_large": lambda sizes: _gpt(sizes, depth=24, width=1024, heads=16, batch=2),
     "resnet50": lambda sizes: _vision("ResNet-50", lambda: resnet50(classes=sizes.classes), sizes),
     "bert": _bert,
 }

@@ -29,10 +29,12 @@ from benchmarks.results import RESULTS_VERSION, Entrant, environment, summary
 
 MODEL_NAMES = ("vgg16", "gpt", "resnet50", "bert")
 MORE_NAMES = ("vgg16_linear", "vgg16_linear_zero_last")
-CONTENDERS = ("stock", "lowtide", "unpressed", "checkpoint", "naive", "kernel_swap")
+CONTENDERS = ("stock", "tcmalloc", "lowtide", "unpressed", "hooks", "checkpoint", "naive", "kernel_swap")
+# What they are compared with only if somebody asks: Lowtide as it was before pages moved.
+_UNASKED = ("hooks",)
 # Above the peak by more than what a caching allocator keeps beside it.
 _UNPRESSED_FACTOR = 1.5
-_EXACT = ("stock", "lowtide", "naive")
+_EXACT = ("stock", "tcmalloc", "lowtide", "hooks", "naive")
 _RIVALS = ("checkpoint", "naive", "kernel_swap")
 
 
@@ -102,10 +104,14 @@ class Comparison:
         static_bytes, peak_bytes = measured["static_bytes"], measured["peak_bytes"]
         chosen = self._options.contenders
         self._enter("stock", contender="stock").counted = measured
+        if "tcmalloc" in chosen:
+            self._enter("tcmalloc", contender="tcmalloc")
         for share in self._options.shares:
             budget_bytes = int(static_bytes + share * (peak_bytes - static_bytes))
             if "lowtide" in chosen or "kernel_swap" in chosen:
                 self._enter(f"lowtide@{share:g}", contender="lowtide", share=share, budget_bytes=budget_bytes)
+            if "hooks" in chosen:
+                self._enter(f"hooks@{share:g}", contender="hooks", share=share, budget_bytes=budget_bytes)
         if "unpressed" in chosen:
             self._enter("unpressed", contender="lowtide", budget_bytes=int(_UNPRESSED_FACTOR * peak_bytes))
         for contender in ("checkpoint", "naive"):
@@ -235,7 +241,12 @@ def _parser() -> argparse.ArgumentParser:
     defaults = asdict(Job(model="", contender="", spill=""))
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=(*MODEL_NAMES, *MORE_NAMES), default=list(MODEL_NAMES))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=[name for name in CONTENDERS if name not in _UNASKED],
+    )
     parser.add_argument(
         "--shares", nargs="+", type=_share, default=[0.6, 0.45], help="budget = static + share x (peak - static)"
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.contenders import open_session
+from benchmarks.contenders import LOWTIDE, open_session
 from benchmarks.jobs import Job
 from benchmarks.models import MODELS, Benchmark, Sizes
 
@@ -58,7 +58,7 @@ def measure(job: Job) -> dict[str, Any]:
         moved = session.moved_bytes()
         facts = session.facts()
     imported = "lowtide" in sys.modules
-    assert imported == (job.count_live or job.contender == "lowtide"), (
+    assert imported == (job.count_live or job.contender in LOWTIDE), (
         "stock must be stock: Lowtide is not imported there"
     )
     return {
