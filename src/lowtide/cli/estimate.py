@@ -60,7 +60,7 @@ def command(
       lowtide estimate step.trace --machine a100 --json
     """
     if (trace_path is None) != (model is not None or hf_config is not None):
-        raise BadArgument("estimate needs a trace, --model NAME or --hf-config FILE, and one of them")
+        raise BadArgument("estimate needs a trace or --model NAME (or --hf-config FILE), and not both")
     wanted = check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes)
     target = find_machine(machine)
     check_budget(budget)
