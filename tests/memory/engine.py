@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,13 @@ class Engine:
         self.native.settle()
         for tensor in tensors:
             assert self.place(tensor) is Place.AWAY
+
+    def wait_for_waits(self, waits: int) -> None:
+        """Go on once as many waits for pages have begun."""
+        until = time.monotonic() + PATIENCE_S
+        while self.counted.waits < waits:
+            assert time.monotonic() < until, "nobody waits"
+            os.sched_yield()
 
     def close(self, *, left: int = 0) -> None:
         """Close, and see that nothing is left but `left` ranges of the test."""

@@ -173,6 +173,21 @@ def test_a_second_engine_counts_them_once(opened: Opened) -> None:
     del made, each
 
 
+def test_storages_from_before_that_grow_are_under_the_budget(opened: Opened) -> None:
+    large, small, empty = filled(MIB), torch.zeros(10), torch.empty(0, dtype=torch.uint8)
+    engine = opened(budget=16 * MIB)
+    large.resize_(4 * MIB)
+    small.resize_(MIB)
+    torch.ones(4 * MIB, dtype=torch.uint8, out=empty)
+    assert torch.equal(large[:MIB], pattern(MIB))
+    engine.send_away(large, small, empty)
+    assert bool((empty == 1).all())
+    with pytest.raises(torch.OutOfMemoryError):
+        empty.resize_(32 * MIB)
+    del large, small, empty
+    _forget_adopted(engine)
+
+
 def test_storages_from_before_that_change(opened: Opened) -> None:
     x, y = filled(MIB, 1), filled(MIB, 2)
     view = y[5:]

@@ -190,6 +190,7 @@ def test_a_fork_while_bytes_are_on_their_way(opened: Opened, direction: str, ver
         reader = threading.Thread(target=peek, args=(x,))
         reader.start()
         assert medium.reading.acquire(timeout=PATIENCE_S)
+        engine.wait_for_waits(1)
     before = engine.place(x)
 
     def child() -> bool:

@@ -284,6 +284,8 @@ def test_what_is_touched_while_it_leaves_comes_back(opened: Opened, verify: bool
 
     thread = threading.Thread(target=use)
     thread.start()
+    engine.wait_for_waits(1)
+    assert engine.place(x) is Place.LEAVING  # somebody reads its pages: they come back when that ends
     medium.may_write.set()
     thread.join(PATIENCE_S)
     assert got == [20 * MIB]

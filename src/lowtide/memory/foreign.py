@@ -36,7 +36,7 @@ class Foreign:
                     if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
                         continue
                     storage = tensor.untyped_storage()
-                    if not storage.data_ptr() or storage._cdata in seen or self._is_ours(storage._cdata):
+                    if storage._cdata in seen or self._is_ours(storage._cdata):
                         continue
                     ours_bytes = 0 if take_over is None else take_over(tensor)
                     seen[storage._cdata] = (_WeakRef(storage), storage.nbytes() - ours_bytes)

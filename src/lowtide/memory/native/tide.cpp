@@ -103,10 +103,11 @@ void lt_announce(int on) {
 }
 
 // Take over the memory behind a tensor that PyTorch's own allocator made. Returns its whole pages' bytes, 0 if it stays;
-// memory that was taken over before is ours already.
+// memory that was taken over before is ours already. What its storage grows by later is under the budget in any case.
 int64_t lt_adopt(c10::TensorImpl* tensor) {
   if (!tensor->has_storage()) return 0;
   c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  if (storage->allocator() == c10::GetDefaultCPUAllocator()) storage->set_allocator(budget_allocator());
   const c10::DataPtr& data = storage->data_ptr();
   if (data.get_deleter() == &delete_adopted) return static_cast<Adopted*>(data.get_context())->range->bytes;
   if (!storage->data() || data.get() != data.get_context()) return 0;
