@@ -102,8 +102,11 @@ def test_a_storage_that_lives_on_untouched_is_one_gap_of_the_whole_step() -> Non
 
 
 def test_a_storage_of_the_step_has_a_last_gap_until_its_release() -> None:
-    assert touched(1, 9, 1, 4).gaps() == (gap(2, 4), gap(5, 9))
-    assert touched(1, 5, 1, 4).gaps() == (gap(2, 4),)
+    assert touched(1, 8, 1, 4).gaps() == (gap(2, 4), gap(5, 9))  # away while operator 8 runs, which frees it
+    assert touched(1, 9, 1, 4).gaps() == (gap(2, 4), gap(5, 10))
+    assert touched(1, 10, 1, 4).gaps() == (gap(2, 4), gap(5, 10))
+    assert touched(1, 5, 1, 4).gaps() == (gap(2, 4), gap(5, 6))
+    assert touched(1, 4, 1, 4).gaps() == (gap(2, 4),)
 
 
 def test_gaps_are_those_of_the_kinds_asked_for_and_of_what_is_worth_moving() -> None:
@@ -131,12 +134,12 @@ def test_a_training_step_leaves_every_kind_of_storage_alone_for_a_while() -> Non
     assert [gaps_of(trace, layer) for layer in range(2)] == [[(1, 7), (9, 12)], [(2, 6), (7, 9), (10, 13)]]
     for moment in (4, 8):  # the first layer's first and second moment: from one update to the next
         assert gaps_of(trace, moment) == [(9, 20)]
-    assert gaps_of(trace, 12) == [(9, 11)]  # the first layer's gradient is made last, used first, and waits to be freed
+    assert gaps_of(trace, 12) == [(9, 12)]  # the first layer's gradient is made last, used first, and waits to be freed
     assert gaps_of(trace, 15) == [(5, 11)]
     assert gaps_of(trace, 16) == [(2, 7)]
     assert trace.peak_bytes == 17 << 20  # all the way back: an output goes as a gradient comes
-    # The last update: its parameter and moments, and all gradients, which are freed during it.
-    assert trace.floor_bytes() == 7 << 20
+    # Any update: its parameter, moments and gradient. The other gradients may be away while the last one frees them.
+    assert trace.floor_bytes() == 4 << 20
 
 
 def test_gradients_that_are_only_zeroed_live_on() -> None:
@@ -167,5 +170,5 @@ def test_outside_its_gaps_a_storage_is_touched_unborn_released_or_not_worth_movi
         if trace.lives_on(storage) and block.nbytes >= max(trace.least_bytes, 1):
             assert absent == set(range(end)) - set(touches[storage])
         else:
-            assert all(max(block.first_op, 0) < op < block.last_op for op in absent)
+            assert all(max(block.first_op, 0) < op <= block.last_op for op in absent)
     assert trace.floor_bytes() <= trace.peak_bytes

@@ -197,8 +197,9 @@ class Trace:
                 if self.lives_on(storage):
                     found.append(Gap(storage=storage, after_op=0, before_op=len(self.ops)))
                 continue
-            # After its last touch a storage waits for its release, or for the next step.
-            rest = len(self.ops) + touched[0] if self.lives_on(storage) else block.last_op
+            # After its last touch a storage waits for its release, or for the next step. The operator that releases it
+            # need not touch it: then the storage may be away while that runs, and is freed where it is.
+            rest = len(self.ops) + touched[0] if self.lives_on(storage) else min(block.last_op + 1, len(self.ops))
             for last, following in pairwise((*touched, rest)):
                 if last + 1 < following:
                     found.append(Gap(storage=storage, after_op=last + 1, before_op=following))

@@ -79,7 +79,7 @@ class Trip:
 class Moment:
     """What the start of one operator brings; its end, for `gone`. Numbers are storages.
 
-    `ending`: gaps that end without a use. `over`: storages that end with the step before.
+    `ending`: gaps that end without a use. `over`: storages that ended with the operator before, in such a gap.
     """
 
     over: list[int] = field(default_factory=list)
@@ -167,11 +167,11 @@ class Agenda:
             first_op = max(block.first_op, 0) if block.first_op in (-1, *touched[:1]) else block.first_op + 1
             self.at(first_op).saved.append(storage)
             if (end_op := self._ends_unused[storage]) >= 0:
-                self.at(end_op % self._count).ending.append(storage)
-            if block.last_op < self._count:
-                self.at(block.last_op).gone.append(storage)
+                moment = self.at(end_op % self._count)
+                moment.ending.append(storage)
+                moment.over.append(storage)
             else:
-                self.at(0).over.append(storage)
+                self.at(block.last_op).gone.append(storage)
         for moment in self.moments.values():
             moment.used.sort()
 

@@ -188,7 +188,7 @@ class _Steps:
         if moment.barred or moment.due or moment.ending:
             clock_s = self._wait_for_landings(index, moment, clock_s)
         if self.pages:
-            self._release(moment.over)  # what ended with the step before is the same storage in this
+            self._release(moment.over)  # before the saves: what ended with the step before is the same storage in this
             self._note_saves(moment, clock_s)
         fetched, remade = self._need(moment)
         absent = [record for record in fetched if record.away]

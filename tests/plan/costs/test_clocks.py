@@ -142,6 +142,27 @@ def test_a_storage_that_nobody_needs_is_away_for_good_and_costs_nothing() -> Non
     assert_all_agree(problem, replace(plan, swaps=(late,)))
 
 
+def test_what_an_operator_frees_untouched_may_be_away_while_it_runs() -> None:
+    # 100 bytes are made by the first operator, left alone, and freed during the third, which needs 300 of its own.
+    steps = [
+        Step(name="make", phase=Training.FORWARD, duration_s=1.0, writes=(0,)),
+        Step(name="wait", phase=Training.FORWARD, duration_s=1.0),
+        Step(name="free", phase=Training.FORWARD, duration_s=1.0, scratch_bytes=300),
+        Step(name="rest", phase=Training.FORWARD, duration_s=1.0),
+    ]
+    for freed_op in (2, 3):
+        made = Storage(nbytes=100, kind=Kind.ACTIVATION, first_op=0, last_op=freed_op, producer=0)
+        trace = make_trace(steps, [made], (), reach=Reach.TOUCHED)
+        assert trace.gaps() == (Gap(storage=0, after_op=1, before_op=freed_op + 1),)
+        assert trace.floor_bytes() == 300
+        problem = problem_of(trace, budget_bytes=300)
+        plan = Plan(policy="test", budget_bytes=300, swaps=(Swap(gap=trace.gaps()[0], fetch_op=freed_op + 1),))
+        seen = predict(problem, plan.swaps)
+        assert (seen.peak_bytes, seen.stall_s) == (300, 0.0)
+        assert (seen.moved_out_bytes, seen.moved_in_bytes) == (100, 0)
+        assert_all_agree(problem, plan)
+
+
 def test_a_parameter_that_leaves_twice_is_written_once() -> None:
     trace = training_trace(2, nbytes=100, activation_bytes=1, duration_s=1.0, update_s=1.0)
     own = [gap for gap in trace.gaps() if gap.storage == 0]

@@ -38,13 +38,14 @@ def link_of(problem: Problem) -> Link:
 def ends_unused(trace: Trace) -> dict[int, int]:
     """Return the storages whose last gap ends without a use, and the operator at which it does.
 
-    They are released there, or nobody touches them all through the step: they do not come back.
+    They have been released by then, or nobody touches them all through the step: they do not come back.
     """
     if trace.reach is Reach.TOUCHED:
         ends = {}
         for storage, (block, touched) in enumerate(zip(trace.storages, trace.touches(), strict=True)):
             if not trace.lives_on(storage):
-                ends[storage] = -1 if touched and touched[-1] >= block.last_op else block.last_op
+                released_at_a_touch = bool(touched) and touched[-1] >= block.last_op
+                ends[storage] = -1 if released_at_a_touch else min(block.last_op + 1, len(trace.ops))
             elif not touched:
                 ends[storage] = len(trace.ops)
         return ends
