@@ -27,7 +27,8 @@ class Record:
     the machine wants to hear when that is so again. `leaving`: its write is asked for and has not landed. `away`: its
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
-    `lives_on`: it is there in every step, and its state goes on from one to the next.
+    `lives_on`: it is there in every step, and its state goes on from one to the next. `inherited`: so does its state,
+    until the next step has freed it.
     """
 
     storage: int
@@ -36,6 +37,7 @@ class Record:
     tier: str
     codec: str = "identity"
     lives_on: bool = False
+    inherited: bool = False
     open: bool = False
     watched: bool = True
     leaving: bool = False
@@ -146,7 +148,7 @@ class Agenda:
 
     def _add_ranges(self, trace: Trace, *, tier: str) -> None:
         """Make a record of every range with gaps, with its life and all of its touches."""
-        touches = trace.touches()
+        touches, heirs = trace.touches(), trace.heirs()
         for storage in self._gaps:
             block, touched = trace.storages[storage], touches[storage]
             record = Record(
@@ -155,11 +157,12 @@ class Agenda:
                 used=bool(touched),
                 tier=tier,
                 lives_on=trace.lives_on(storage),
+                inherited=storage in heirs,
                 open=True,
                 watched=False,
             )
             self.records[storage] = record
-            for op in touched:
+            for op in (*touched, *(touches[heirs[storage]] if record.inherited else ())):
                 self.at(op).used.append(storage)
             if record.lives_on:
                 continue
@@ -304,7 +307,9 @@ class Agenda:
         return {
             (trip.record.storage, trip.place)
             for trip in self.trips
-            if trip.record.lives_on and trip.ops is None and changes.get(trip.record.storage, -1) < trip.begin_op
+            if (trip.record.lives_on or (trip.record.inherited and trip.due_op >= self._count))
+            and trip.ops is None
+            and changes.get(trip.record.storage, -1) < trip.begin_op
         }
 
     def least_bytes(self, peak_bytes: Sequence[int]) -> list[int]:

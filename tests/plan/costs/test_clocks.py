@@ -63,6 +63,51 @@ def test_any_decisions_take_the_same_on_all_clocks(case: tuple[Problem, Plan]) -
     assert_all_agree(*case)
 
 
+@st.composite
+def inheriting(draw: st.DrawFn) -> tuple[Problem, Plan]:
+    """A step that makes storages and leaves them to the next, which frees them after any operator, touched or not."""
+    count, pairs = 10, draw(st.integers(1, 3))
+    reads: list[set[int]] = [set() for _ in range(count)]
+    writes: list[set[int]] = [set() for _ in range(count)]
+    made, found = [], []
+    for k in range(pairs):
+        first = draw(st.integers(2, 6))
+        freed = draw(st.integers(0, first - 1))
+        made.append(Storage(nbytes=100 + k, kind=Kind.GRAD, first_op=first, last_op=count, producer=first))
+        found.append(Storage(nbytes=100 + k, kind=Kind.GRAD, first_op=-1, last_op=freed))
+        writes[first].add(k)
+        for op in draw(st.sets(st.integers(first + 1, count - 1), max_size=2)):
+            draw(st.sampled_from((reads, writes)))[op].add(k)
+        for op in draw(st.sets(st.integers(0, freed), max_size=2)) if draw(st.booleans()) else ():
+            draw(st.sampled_from((reads, writes)))[op].add(pairs + k)
+    other = Storage(nbytes=150, kind=Kind.PARAM, first_op=-1, last_op=count)
+    for op in draw(st.sets(st.integers(0, count - 1), max_size=3)):
+        draw(st.sampled_from((reads, writes)))[op].add(2 * pairs)
+    steps = [
+        Step(
+            name=f"op{k}",
+            phase=Training.FORWARD,
+            duration_s=draw(st.sampled_from((0.1, 1.0, 3.0))),
+            reads=tuple(reads[k]),
+            writes=tuple(writes[k]),
+            scratch_bytes=draw(st.sampled_from((0, 200))),
+        )
+        for k in range(count)
+    ]
+    trace = make_trace(steps, [*made, *found, other], (), reach=Reach.TOUCHED)
+    assert dict(trace.heirs()) == {k: pairs + k for k in range(pairs)}
+    link = Link(write_bytes_per_s=draw(st.sampled_from((40.0, 400.0))), read_bytes_per_s=200.0)
+    problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=draw(st.integers(300, 700)))
+    plan = draw(plans(problem))
+    return _with_enough(problem, plan), plan
+
+
+@given(case=inheriting())
+@settings(max_examples=250, deadline=None, phases=[Phase.generate])
+def test_what_the_next_step_frees_takes_the_same_on_all_clocks(case: tuple[Problem, Plan]) -> None:
+    assert_all_agree(*case)
+
+
 # Four operators of a second. A parameter of 100 bytes is read by the first two and written by the last; a moment of
 # 200 bytes is read and written by the last; nobody touches a buffer of 50 bytes.
 def state_trace(*, frozen: bool = False) -> Trace:
