@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide import zoo
+from lowtide import registry, zoo
 from lowtide.capture import Training
 from lowtide.capture.fake import capture_fake
+from lowtide.core.machine import Link
+from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap, Kind, Phase, Reach, Trace
+from lowtide.plan.verify import check
+from lowtide.testing.traces import machine_of
 from tests.zoo.sizes import SMALL
 
 # Every parameter and moment of these models has more, every step count of an optimizer less.
@@ -89,7 +93,9 @@ def test_gradients_wait_from_their_accumulation_to_their_update_and_are_gone_in_
         made = trace.storages[storage]
         assert trace.ops[made.first_op].phase is Phase.BACKWARD
         assert made.last_op == len(trace.ops) - 1
-        ends = [(trace.ops[gap.after_op - 1].phase, trace.ops[gap.before_op].phase) for gap in gaps]
+        *_, last = gaps  # until it is freed, with the step's last operator
+        assert last.before_op == len(trace.ops)
+        ends = [(trace.ops[gap.after_op - 1].phase, trace.ops[gap.before_op].phase) for gap in gaps[:-1]]
         assert ends.count((Phase.BACKWARD, Phase.UPDATE)) == 1
 
 
@@ -100,6 +106,45 @@ def test_the_floor_is_far_below_what_is_alive_between_steps() -> None:
     parameters = sum(trace.storages[storage].nbytes for storage in gaps_of(trace, Kind.PARAM))
     assert trace.static_bytes > 3 * parameters
     assert trace.floor_bytes() < 0.4 * trace.static_bytes
+
+
+def gpt_that_frees_gradients(when: str) -> Training:
+    work = zoo.build("gpt", batch=1, layers=6, width=128, heads=2, vocab=300, tokens=16)
+    optimizer = work.optimizer(work.model.parameters())
+
+    def step() -> None:
+        if when == "first":
+            optimizer.zero_grad()
+        loss = work.loss(work.model(*work.inputs))
+        if when == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if when == "last":
+            optimizer.zero_grad()
+
+    return Training(step=step, model=work.model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("when", ["first", "before backward", "last"])
+def test_the_largest_operator_sets_the_floor_whenever_gradients_are_freed(when: str) -> None:
+    trace = capture_fake(lambda: gpt_that_frees_gradients(when), least_bytes=LEAST_BYTES, reach=Reach.TOUCHED)
+    gradients = {storage for storage, block in enumerate(trace.storages) if block.kind is Kind.GRAD}
+    heirs = trace.heirs()
+    assert len(heirs) == (0 if when == "last" else 4 + 12 * 6)
+    assert {*heirs, *heirs.values()} == (set() if when == "last" else gradients)
+    largest = max(
+        sum(trace.storages[storage].nbytes for storage in {*op.reads, *op.writes} if op.phase is Phase.UPDATE)
+        for op in trace.ops
+    )
+    small = sum(block.nbytes for block in trace.storages if block.nbytes < LEAST_BYTES)
+    assert largest <= trace.floor_bytes() <= largest + small
+    budget_bytes = trace.floor_bytes() + (trace.peak_bytes - trace.floor_bytes()) // 4
+    link = Link(write_bytes_per_s=2e9, read_bytes_per_s=2e9)
+    problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=budget_bytes)
+    plan = registry.policy("auto").plan(problem)
+    assert any(swap.gap.storage in gradients for swap in plan.swaps)
+    check(plan, problem)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "resnet50"])

@@ -10,9 +10,11 @@ from hypothesis import Phase, given, settings
 from lowtide import registry
 from lowtide.core.plan import Problem
 from lowtide.core.timeline import Lane
+from lowtide.core.trace import Kind, Reach, Storage
+from lowtide.core.trace import Phase as Training
 from lowtide.simulate import simulate
 from lowtide.testing.policies import FAST
-from lowtide.testing.traces import machine_of, problems, touched_traces, training_trace
+from lowtide.testing.traces import Step, machine_of, make_trace, problems, touched_traces, training_trace
 
 
 @pytest.mark.parametrize("name", ["lru", "belady", "auto", "swap_all"])
@@ -45,3 +47,30 @@ def test_state_that_nobody_changes_is_not_written_under_pressure_either() -> Non
     living = {storage for storage in range(len(trace.storages)) if trace.lives_on(storage)}
     assert timeline.moved_in_bytes > 0
     assert not [span for span in timeline.spans if span.lane is Lane.OUT and span.storage in living]
+
+
+def test_what_the_next_step_changes_is_written_again_under_pressure() -> None:
+    # 100 bytes are made by operator 3. In the next step, operator 0 writes them and 2 frees them. Operators 1 and 4
+    # leave no room for them.
+    full = {1, 4}
+    steps = [
+        Step(
+            name=f"op{k}",
+            phase=Training.FORWARD,
+            duration_s=1.0,
+            reads=(0,) if k == 5 else (),
+            writes={3: (0,), 0: (1,)}.get(k, ()),
+            scratch_bytes=100 if k in full else 0,
+        )
+        for k in range(7)
+    ]
+    storages = [
+        Storage(nbytes=100, kind=Kind.GRAD, first_op=3, last_op=7, producer=3),
+        Storage(nbytes=100, kind=Kind.GRAD, first_op=-1, last_op=2),
+    ]
+    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
+    problem = Problem(trace=trace, machine=machine_of(FAST), budget_bytes=100)
+    timeline = simulate(problem, None, policy=registry.policy("lru"), strict=True)
+    assert [span.op for span in timeline.spans if span.lane is Lane.OUT] == [1, 4]
+    assert timeline.moved_out_bytes == 200
+    assert timeline.moved_in_bytes == 100

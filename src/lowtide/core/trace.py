@@ -14,10 +14,11 @@ facts.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 TRACE_VERSION = 3
 
@@ -124,7 +125,8 @@ class Gap:
 
     The storage may leave once operator `after_op` has begun (everything before it is done with the storage) and has to
     be back when operator `before_op` begins: it can be absent during the operators `after_op <= i < before_op`.
-    A `before_op` of n or more is operator `before_op - n` of the next step: the storage is away when a step begins.
+    A `before_op` of n or more is operator `before_op - n` of the next step: the storage is away when a step begins. If
+    it has an heir there (`Trace.heirs`), that is the one that is touched, or freed before it.
     """
 
     storage: int
@@ -174,6 +176,30 @@ class Trace:
         block = self.storages[storage]
         return block.first_op < 0 and block.last_op >= len(self.ops)
 
+    def heirs(self) -> Mapping[int, int]:
+        """Return the storages that the step makes and the next one frees, each with its place in that one.
+
+        Where pages move, steps follow each other: what a step finds and frees (gradients, if `zero_grad` comes first)
+        is what the step before has made and left alive. Those of one kind and size are paired in their order; a pair
+        counts if the found one is freed before the made one is there, so that there is never more than one of the two.
+        """
+        if self.reach is not Reach.TOUCHED:
+            return MappingProxyType({})
+        made: dict[tuple[Kind, int], list[int]] = {}
+        found: dict[tuple[Kind, int], list[int]] = {}
+        for storage, block in enumerate(self.storages):
+            leaves = block.last_op >= len(self.ops)
+            if leaves != (block.first_op < 0):
+                (made if leaves else found).setdefault((block.kind, block.nbytes), []).append(storage)
+        return MappingProxyType(
+            {
+                parent: heir
+                for alike, parents in made.items()
+                for parent, heir in zip(parents, found.get(alike, ()), strict=False)
+                if self.storages[heir].last_op < self.storages[parent].first_op
+            }
+        )
+
     def gaps(self, kinds: Collection[Kind] | None = None) -> tuple[Gap, ...]:
         """Return every span in which a storage could be absent, ordered by storage and time.
 
@@ -199,15 +225,23 @@ class Trace:
 
     def _gaps_between_touches(self) -> list[Gap]:
         found = []
-        for storage, (block, touched) in enumerate(zip(self.storages, self.touches(), strict=True)):
-            if block.nbytes < max(self.least_bytes, 1):
+        end = len(self.ops)
+        touches, heirs = self.touches(), self.heirs()
+        inherited = frozenset(heirs.values())
+        for storage, (block, touched) in enumerate(zip(self.storages, touches, strict=True)):
+            if block.nbytes < max(self.least_bytes, 1) or storage in inherited:
                 continue
             if not touched:
                 if self.lives_on(storage):
-                    found.append(Gap(storage=storage, after_op=0, before_op=len(self.ops)))
+                    found.append(Gap(storage=storage, after_op=0, before_op=end))
                 continue
-            # After its last touch a storage waits for its release, or for the next step.
-            rest = len(self.ops) + touched[0] if self.lives_on(storage) else block.last_op
+            # After its last touch a storage waits for its release, or for the next step. The operator that releases it
+            # need not touch it: then the storage may be away while that runs, and is freed where it is.
+            rest = end + touched[0] if self.lives_on(storage) else min(block.last_op + 1, end)
+            if storage in heirs and touched[-1] + 1 < end:
+                # The next step cannot tell it to leave: it leaves in its own.
+                heir = heirs[storage]
+                rest = end + (touches[heir][0] if touches[heir] else self.storages[heir].last_op + 1)
             for last, following in pairwise((*touched, rest)):
                 if last + 1 < following:
                     found.append(Gap(storage=storage, after_op=last + 1, before_op=following))

@@ -13,6 +13,7 @@ from enum import IntEnum
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan
 from lowtide.core.trace import Trace
+from lowtide.plan.costs.sweep import ends_unused
 
 
 class ActionKind(IntEnum):
@@ -62,6 +63,7 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
     trace = recorded.trace
     end = len(trace.ops)
     touches = trace.touches()
+    unused = ends_unused(trace)
     leaves = Counter(swap.gap.storage for swap in plan.swaps)
     tier_of = {swap.gap.storage: swap.tier for swap in plan.swaps}
     number: dict[int, int] = {}
@@ -87,7 +89,10 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
             continue  # from the step before, and freed in this one: the next step has another block in its place
         storage = number[swap.gap.storage]
         actions.append(Action(op=swap.gap.after_op % end, kind=ActionKind.LEAVE, storage=storage, tier=swap.tier))
-        if swap.fetch_op < swap.gap.before_op:
+        if unused.get(swap.gap.storage) == swap.gap.before_op:
+            continue  # it is freed where it is
+        # What the step made is another block in the next, where it has no name: it comes back when it is touched.
+        if swap.fetch_op < (swap.gap.before_op if trace.lives_on(swap.gap.storage) else min(swap.gap.before_op, end)):
             actions.append(Action(op=swap.fetch_op % end, kind=ActionKind.FETCH, storage=storage, tier=swap.tier))
     # What leaves at an operator goes before what is fetched there; what is needed first is fetched first.
     actions.sort(key=lambda action: (action.op, action.kind, _next_use(storages[action.storage], action.op, end)))

@@ -27,7 +27,8 @@ class Record:
     the machine wants to hear when that is so again. `leaving`: its write is asked for and has not landed. `away`: its
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
-    `lives_on`: it is there in every step, and its state goes on from one to the next.
+    `lives_on`: it is there in every step, and its state goes on from one to the next. `inherited`: so does its state,
+    until the next step has freed it.
     """
 
     storage: int
@@ -36,6 +37,7 @@ class Record:
     tier: str
     codec: str = "identity"
     lives_on: bool = False
+    inherited: bool = False
     open: bool = False
     watched: bool = True
     leaving: bool = False
@@ -79,7 +81,7 @@ class Trip:
 class Moment:
     """What the start of one operator brings; its end, for `gone`. Numbers are storages.
 
-    `ending`: gaps that end without a use. `over`: storages that end with the step before.
+    `ending`: gaps that end without a use. `over`: storages that ended with the operator before, in such a gap.
     """
 
     over: list[int] = field(default_factory=list)
@@ -146,7 +148,7 @@ class Agenda:
 
     def _add_ranges(self, trace: Trace, *, tier: str) -> None:
         """Make a record of every range with gaps, with its life and all of its touches."""
-        touches = trace.touches()
+        touches, heirs = trace.touches(), trace.heirs()
         for storage in self._gaps:
             block, touched = trace.storages[storage], touches[storage]
             record = Record(
@@ -155,11 +157,12 @@ class Agenda:
                 used=bool(touched),
                 tier=tier,
                 lives_on=trace.lives_on(storage),
+                inherited=storage in heirs,
                 open=True,
                 watched=False,
             )
             self.records[storage] = record
-            for op in touched:
+            for op in (*touched, *(touches[heirs[storage]] if record.inherited else ())):
                 self.at(op).used.append(storage)
             if record.lives_on:
                 continue
@@ -167,11 +170,11 @@ class Agenda:
             first_op = max(block.first_op, 0) if block.first_op in (-1, *touched[:1]) else block.first_op + 1
             self.at(first_op).saved.append(storage)
             if (end_op := self._ends_unused[storage]) >= 0:
-                self.at(end_op % self._count).ending.append(storage)
-            if block.last_op < self._count:
-                self.at(block.last_op).gone.append(storage)
+                moment = self.at(end_op % self._count)
+                moment.ending.append(storage)
+                moment.over.append(storage)
             else:
-                self.at(0).over.append(storage)
+                self.at(block.last_op).gone.append(storage)
         for moment in self.moments.values():
             moment.used.sort()
 
@@ -304,7 +307,9 @@ class Agenda:
         return {
             (trip.record.storage, trip.place)
             for trip in self.trips
-            if trip.record.lives_on and trip.ops is None and changes.get(trip.record.storage, -1) < trip.begin_op
+            if (trip.record.lives_on or (trip.record.inherited and trip.due_op >= self._count))
+            and trip.ops is None
+            and changes.get(trip.record.storage, -1) < trip.begin_op
         }
 
     def least_bytes(self, peak_bytes: Sequence[int]) -> list[int]:

@@ -27,6 +27,7 @@ class Equations:
         self._trace = trace
         self._budget_bytes = budget_bytes
         self._records = frozenset(records)
+        self._parent = {heir: storage for storage, heir in trace.heirs().items()}
         self.device: set[int] = set(self._records)
         self.storage: set[int] = set()
         self.coming: set[int] = set()
@@ -67,6 +68,7 @@ class Equations:
 
     def begins(self, op: int, unpacked: Iterable[int]) -> None:
         """Check (4) and (5) for an operator that begins."""
-        required = {*self._trace.ops[op].reads, *self._trace.ops[op].writes, *unpacked} & self._records
+        operands = {*self._trace.ops[op].reads, *self._trace.ops[op].writes, *unpacked}
+        required = {self._parent.get(operand, operand) for operand in operands} & self._records
         assert not required & self.storage, f"(4) operator {op} needs {required & self.storage}, which are in storage"
         assert required <= self.device, f"(5) operator {op} needs {required - self.device}, which are not on the device"

@@ -72,6 +72,7 @@ class _Steps:
         self.agenda = Agenda(problem, plan, steps=self.steps)
         self.records = self.agenda.records
         self.touches = trace.touches() if self.pages else ()
+        self.parent = {heir: storage for storage, heir in trace.heirs().items()}
         self.discards = problem.can_recompute and policy is not None and policy.about.discards_victims
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
@@ -162,7 +163,7 @@ class _Steps:
         for storage, place in self.agenda.copies():
             copies.setdefault(storage, []).append(place)
         for storage, record in self.records.items():
-            if not record.lives_on:
+            if not (record.lives_on or record.inherited):
                 continue
             self.state.tell(e.Saved(storage, record.nbytes, storage))
             self.view.needed_next(storage, len(self.ops))
@@ -188,7 +189,7 @@ class _Steps:
         if moment.barred or moment.due or moment.ending:
             clock_s = self._wait_for_landings(index, moment, clock_s)
         if self.pages:
-            self._release(moment.over)  # what ended with the step before is the same storage in this
+            self._release(moment.over)  # before the saves: what ended with the step before is the same storage in this
             self._note_saves(moment, clock_s)
         fetched, remade = self._need(moment)
         absent = [record for record in fetched if record.away]
@@ -219,7 +220,7 @@ class _Steps:
     def _leave(self, index: int, moment: Moment, clock_s: float) -> None:
         """Do what the end of an operator brings."""
         if self.pages:
-            written = self.ops[index].writes
+            written = {self.parent.get(storage, storage) for storage in self.ops[index].writes}
             for storage in moment.used:
                 commands = self.state.tell(e.Used(storage, wrote=storage in written))
                 self._carry_out(commands, clock_s, cause="plan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
@@ -23,11 +24,16 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
     def build(draw: DrawFn) -> Plan:
         swaps: list[Swap] = []
         discarded: list[Gap] = []
+        heirs = problem.trace.heirs()
         for whole in problem.trace.gaps():
             choice = draw(st.sampled_from(("keep", "swap", "discard") if problem.can_recompute else ("keep", "swap")))
-            gap = draw(_parts(whole))
+            outlives = whole.storage in heirs and whole.before_op > len(problem.trace.ops)
+            gap = whole if outlives else draw(_parts(whole))
             if choice == "swap":
-                swaps.append(draw(_swaps(gap, problem)))
+                swap = draw(_swaps(gap, problem))
+                if outlives and swap.fetch_op >= len(problem.trace.ops):  # nothing can be asked for it there
+                    swap = replace(swap, fetch_op=gap.before_op, arrived_op=None)
+                swaps.append(swap)
             elif choice == "discard" and (problem.trace.reach is Reach.SAVED or gap.before_op < len(problem.trace.ops)):
                 discarded.append(gap)
         # What turns out not to be recomputable stays: more is in memory then, so the other recipes still hold.

@@ -6,7 +6,7 @@ Hypothesis is only imported by the strategies, so the shapes can be used without
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -298,7 +298,7 @@ def touched_traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrate
     """Return a strategy for valid traces of steps whose executor moves pages.
 
     Storages that live on, that the step makes, frees, or both, of every kind; touched by any operators of their life or
-    by none; some of them too small to be worth moving.
+    by none; some of them too small to be worth moving. What the step makes and leaves alive may have an heir.
     """
     from hypothesis import strategies as st
 
@@ -334,6 +334,12 @@ def touched_traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrate
                     versions=len(changes),
                 )
             )
+        for parent in [block for block in storages if block.first_op > 0 and block.last_op == count]:
+            if draw(st.booleans()):
+                freed = draw(st.integers(0, parent.first_op - 1))
+                for op in draw(st.sets(st.integers(0, freed), max_size=2)) if draw(st.booleans()) else ():
+                    draw(st.sampled_from((reads, writes)))[op].add(len(storages))
+                storages.append(replace(parent, first_op=-1, last_op=freed, producer=None, versions=0))
         steps = [
             Step(
                 name=draw(st.sampled_from(("aten::mul", "aten::addmm", "aten::native_dropout"))),

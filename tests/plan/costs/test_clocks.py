@@ -63,6 +63,51 @@ def test_any_decisions_take_the_same_on_all_clocks(case: tuple[Problem, Plan]) -
     assert_all_agree(*case)
 
 
+@st.composite
+def inheriting(draw: st.DrawFn) -> tuple[Problem, Plan]:
+    """A step that makes storages and leaves them to the next, which frees them after any operator, touched or not."""
+    count, pairs = 10, draw(st.integers(1, 3))
+    reads: list[set[int]] = [set() for _ in range(count)]
+    writes: list[set[int]] = [set() for _ in range(count)]
+    made, found = [], []
+    for k in range(pairs):
+        first = draw(st.integers(2, 6))
+        freed = draw(st.integers(0, first - 1))
+        made.append(Storage(nbytes=100 + k, kind=Kind.GRAD, first_op=first, last_op=count, producer=first))
+        found.append(Storage(nbytes=100 + k, kind=Kind.GRAD, first_op=-1, last_op=freed))
+        writes[first].add(k)
+        for op in draw(st.sets(st.integers(first + 1, count - 1), max_size=2)):
+            draw(st.sampled_from((reads, writes)))[op].add(k)
+        for op in draw(st.sets(st.integers(0, freed), max_size=2)) if draw(st.booleans()) else ():
+            draw(st.sampled_from((reads, writes)))[op].add(pairs + k)
+    other = Storage(nbytes=150, kind=Kind.PARAM, first_op=-1, last_op=count)
+    for op in draw(st.sets(st.integers(0, count - 1), max_size=3)):
+        draw(st.sampled_from((reads, writes)))[op].add(2 * pairs)
+    steps = [
+        Step(
+            name=f"op{k}",
+            phase=Training.FORWARD,
+            duration_s=draw(st.sampled_from((0.1, 1.0, 3.0))),
+            reads=tuple(reads[k]),
+            writes=tuple(writes[k]),
+            scratch_bytes=draw(st.sampled_from((0, 200))),
+        )
+        for k in range(count)
+    ]
+    trace = make_trace(steps, [*made, *found, other], (), reach=Reach.TOUCHED)
+    assert dict(trace.heirs()) == {k: pairs + k for k in range(pairs)}
+    link = Link(write_bytes_per_s=draw(st.sampled_from((40.0, 400.0))), read_bytes_per_s=200.0)
+    problem = Problem(trace=trace, machine=machine_of(link), budget_bytes=draw(st.integers(300, 700)))
+    plan = draw(plans(problem))
+    return _with_enough(problem, plan), plan
+
+
+@given(case=inheriting())
+@settings(max_examples=250, deadline=None, phases=[Phase.generate])
+def test_what_the_next_step_frees_takes_the_same_on_all_clocks(case: tuple[Problem, Plan]) -> None:
+    assert_all_agree(*case)
+
+
 # Four operators of a second. A parameter of 100 bytes is read by the first two and written by the last; a moment of
 # 200 bytes is read and written by the last; nobody touches a buffer of 50 bytes.
 def state_trace(*, frozen: bool = False) -> Trace:
@@ -140,6 +185,27 @@ def test_a_storage_that_nobody_needs_is_away_for_good_and_costs_nothing() -> Non
     assert_all_agree(problem, plan)
     late = replace(BUFFER, gap=Gap(storage=2, after_op=3, before_op=4))
     assert_all_agree(problem, replace(plan, swaps=(late,)))
+
+
+def test_what_an_operator_frees_untouched_may_be_away_while_it_runs() -> None:
+    # 100 bytes are made by the first operator, left alone, and freed during the third, which needs 300 of its own.
+    steps = [
+        Step(name="make", phase=Training.FORWARD, duration_s=1.0, writes=(0,)),
+        Step(name="wait", phase=Training.FORWARD, duration_s=1.0),
+        Step(name="free", phase=Training.FORWARD, duration_s=1.0, scratch_bytes=300),
+        Step(name="rest", phase=Training.FORWARD, duration_s=1.0),
+    ]
+    for freed_op in (2, 3):
+        made = Storage(nbytes=100, kind=Kind.ACTIVATION, first_op=0, last_op=freed_op, producer=0)
+        trace = make_trace(steps, [made], (), reach=Reach.TOUCHED)
+        assert trace.gaps() == (Gap(storage=0, after_op=1, before_op=freed_op + 1),)
+        assert trace.floor_bytes() == 300
+        problem = problem_of(trace, budget_bytes=300)
+        plan = Plan(policy="test", budget_bytes=300, swaps=(Swap(gap=trace.gaps()[0], fetch_op=freed_op + 1),))
+        seen = predict(problem, plan.swaps)
+        assert (seen.peak_bytes, seen.stall_s) == (300, 0.0)
+        assert (seen.moved_out_bytes, seen.moved_in_bytes) == (100, 0)
+        assert_all_agree(problem, plan)
 
 
 def test_a_parameter_that_leaves_twice_is_written_once() -> None:

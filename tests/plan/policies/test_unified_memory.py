@@ -41,6 +41,15 @@ class TestUnifiedMemoryHints(PolicyTests):
     def make_policy(self) -> UnifiedMemoryHints:
         return UnifiedMemoryHints()
 
+    def least_budget_bytes(self, trace: Trace) -> int:
+        """Return what is needed with every gap empty that ends within the step: it decides about no others."""
+        need = [op.peak_bytes for op in trace.ops]
+        for gap in trace.gaps():
+            if gap.before_op <= len(need):
+                for op in range(gap.after_op, gap.before_op):
+                    need[op] -= trace.storages[gap.storage].nbytes
+        return max(need, default=trace.static_bytes)
+
 
 def paged(trace: Trace, budget_bytes: int, *, link: Link = LINK, page_bytes: int = 65536) -> Problem:
     machine = Machine(name="paged", links={"spill": link}, page_bytes=page_bytes, page_fault_s=FAULT_S)

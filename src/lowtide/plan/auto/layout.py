@@ -86,8 +86,10 @@ def lay_out(
         gap, nbytes = chosen[k].gap, chosen[k].nbytes
         begin = max(soonest[k], course.op_at(last_s[k]))
         if begin < gap.before_op:
-            fetch[k] = curve.earliest(begin, gap.before_op, limit_bytes=problem.budget_bytes - nbytes)
-            curve.add(fetch[k], gap.before_op, nbytes)
+            placed = curve.earliest(begin, gap.before_op, limit_bytes=problem.budget_bytes - nbytes)
+            if facts.can_name(gap.storage, placed):
+                fetch[k] = placed
+                curve.add(placed, gap.before_op, nbytes)
     for k in returning:
         wish_s = last_s[k] - margin * max(MARGIN_READS * chosen[k].read_s, MARGIN_S)
         begin = soonest[k]
@@ -95,8 +97,9 @@ def lay_out(
             begin = max(begin, min(course.op_at(wish_s), fetch[k] - round(margin * MARGIN_OPS)))
         if begin < fetch[k]:
             pulled = curve.earliest(begin, fetch[k], limit_bytes=comfort_bytes - chosen[k].nbytes)
-            curve.add(pulled, fetch[k], chosen[k].nbytes)
-            fetch[k] = pulled
+            if facts.can_name(chosen[k].gap.storage, pulled):
+                curve.add(pulled, fetch[k], chosen[k].nbytes)
+                fetch[k] = pulled
     return tuple(Swap(gap=candidate.gap, fetch_op=fetch[k], tier=problem.tier) for k, candidate in enumerate(chosen))
 
 

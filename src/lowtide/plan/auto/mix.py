@@ -272,6 +272,8 @@ class _Mixing:
         """Cut a gap short so that its storage is there when the recipe runs, if there is room for it from then on."""
         op, nbytes = self._moment(one), one.candidate.nbytes
         assert op is not None
+        if one.after_op == op and not self.facts.can_name(one.candidate.gap.storage, op + 1):
+            return False
         end = one.before_op if one.after_op < op else op + 1
         if self.curve.earliest(op, end, limit_bytes=self.facts.budget_bytes - nbytes) > op:
             return False

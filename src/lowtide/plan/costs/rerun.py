@@ -68,7 +68,8 @@ class Reruns:
         return [self._group(before_op, groups[before_op], absent) for before_op in sorted(groups)]
 
     def _group(self, before_op: int, group: Iterable[Recompute], absent: dict[int, list[Span]]) -> Rerun:
-        wanted = {one.gap.storage for one in group}
+        # What has been released by then is not made again.
+        wanted = {one.gap.storage for one in group if one.gap.before_op <= self._storages[one.gap.storage].last_op}
         ops = sorted({op for one in group for op in one.ops})
         last_reader = {storage: op for op in ops for storage in self._ops[op].reads}
         changed = {storage for op in ops for storage in self._changed.get(op, ())}

@@ -38,13 +38,17 @@ def link_of(problem: Problem) -> Link:
 def ends_unused(trace: Trace) -> dict[int, int]:
     """Return the storages whose last gap ends without a use, and the operator at which it does.
 
-    They are released there, or nobody touches them all through the step: they do not come back.
+    They have been released by then, or nobody touches them all through the step: they do not come back.
     """
     if trace.reach is Reach.TOUCHED:
         ends = {}
+        heirs = trace.heirs()
         for storage, (block, touched) in enumerate(zip(trace.storages, trace.touches(), strict=True)):
-            if not trace.lives_on(storage):
-                ends[storage] = -1 if touched and touched[-1] >= block.last_op else block.last_op
+            if storage in heirs:
+                ends[storage] = len(trace.ops) + trace.storages[heirs[storage]].last_op + 1
+            elif not trace.lives_on(storage):
+                released_at_a_touch = bool(touched) and touched[-1] >= block.last_op
+                ends[storage] = -1 if released_at_a_touch else min(block.last_op + 1, len(trace.ops))
             elif not touched:
                 ends[storage] = len(trace.ops)
         return ends
@@ -94,6 +98,7 @@ class Sweep:
         self.start_s = [0.0, *accumulate(self.duration_s)]
         self.sizes = [storage.nbytes for storage in trace.storages]
         self._ends_unused = ends_unused(trace)
+        self._heirs = trace.heirs()
 
     def returns(self, gap: Gap) -> bool:
         """Tell whether the storage is needed again at the end of the gap."""
@@ -104,6 +109,13 @@ class Sweep:
     def stays_away(self, gap: Gap) -> bool:
         """Tell whether the storage of a gap is never needed, in any step, although it lives on."""
         return self.periodic and self.trace.lives_on(gap.storage) and not self.returns(gap)
+
+    def can_name(self, storage: int, op: int) -> bool:
+        """Tell whether a plan can have something done about a storage when an operator of this step or the next begins.
+
+        Not in the next step if that has an heir in its place: it only comes back there when that is touched.
+        """
+        return op < self.count or storage not in self._heirs
 
     def may_discard(self, gap: Gap) -> bool:
         """Tell whether a gap's storage may be given up without a copy: where pages move, not over the step's end.

@@ -40,10 +40,12 @@ def furthest_next_use(problem: Problem) -> tuple[Swap, ...]:
     """Return an eviction, from the operator that lacks memory on, for every victim of MIN.
 
     A gap that reaches into the next step is open when a step begins: evicted there, it leaves that late in the next; if
-    it is a victim again after its own beginning, it leaves there.
+    it is a victim again after its own beginning, it leaves there. What has an heir in the next step cannot leave there:
+    it leaves as soon as it can.
     """
     trace = problem.trace
     count = len(trace.ops)
+    heirs = trace.heirs()
     opening: dict[int, list[tuple[int, int, Gap]]] = {}  # the end, what to add to operators, the gap
     for gap in trace.gaps():
         if gap.after_op < count:
@@ -57,6 +59,9 @@ def furthest_next_use(problem: Problem) -> tuple[Swap, ...]:
     for index, op in enumerate(trace.ops):
         away_bytes += change_bytes[index]
         for end, later, gap in opening.get(index, ()):
+            if gap in begins and gap.storage in heirs:
+                away_bytes += trace.storages[gap.storage].nbytes  # as it is by the time that a step begins
+                continue
             heappush(evictable, (-end, gap, later))
         # The furthest use is on top: once it lies behind, so do all the others.
         while evictable and op.peak_bytes - away_bytes > problem.budget_bytes:
@@ -67,7 +72,7 @@ def furthest_next_use(problem: Problem) -> tuple[Swap, ...]:
             nbytes = trace.storages[gap.storage].nbytes
             away_bytes += nbytes
             change_bytes[min(-end, count)] -= nbytes
-            begins[gap] = later + index
+            begins[gap] = gap.after_op if later and gap.storage in heirs else later + index
     return tuple(
         Swap(
             gap=Gap(storage=gap.storage, after_op=begin, before_op=gap.before_op),

@@ -36,8 +36,11 @@ class SwapAll:
 
 
 def one_use_ahead(trace: Trace) -> Iterator[tuple[Gap, int]]:
-    """Yield every gap with the operator of the use before its own, or its own where that comes too soon."""
-    gaps = trace.gaps()
+    """Yield every gap with the operator of the use before its own, or its own where that comes too soon.
+
+    Too soon is also an operator of the next step for what that has an heir of: nothing can be asked for it there.
+    """
+    gaps, heirs = trace.gaps(), trace.heirs()
     uses = sorted({gap.before_op for gap in gaps})
     if any(gap.before_op > len(trace.ops) for gap in gaps):
         # Before the first use of a step comes the last one of the step before.
@@ -46,4 +49,5 @@ def one_use_ahead(trace: Trace) -> Iterator[tuple[Gap, int]]:
     for gap in gaps:
         position = bisect_left(uses, gap.before_op)
         earlier = uses[position - 1] if position else -1
-        yield gap, earlier if earlier > gap.after_op else gap.before_op
+        too_soon = earlier <= gap.after_op or (earlier >= len(trace.ops) and gap.storage in heirs)
+        yield gap, gap.before_op if too_soon else earlier

@@ -133,6 +133,7 @@ class _Replay:
         }
         self.trips = _trips(plan, problem, spans, steps=self.steps)
         self.agendas = _agendas(plan, self.trips, self.trace, steps=self.steps)
+        self.parent = {heir: storage for storage, heir in self.trace.heirs().items()}
         self.for_good = {swap.gap.storage for swap in plan.swaps if spans.for_good(swap.gap)}
         only = {swap.tier for swap in plan.swaps} <= {problem.tier}
         plain = only and all(swap.codec == "identity" for swap in plan.swaps)
@@ -253,7 +254,7 @@ class _Replay:
 
     def _check_operands(self, storages: tuple[int, ...]) -> None:
         """Check V5 for the operator that begins."""
-        for storage in storages:
+        for storage in (self.parent.get(operand, operand) for operand in storages):
             if storage in self.gone or storage in self.discarded or storage in self.for_good:
                 state = self.gone[storage].where.value if storage in self.gone else "it was discarded"
                 index = self.op % self.count

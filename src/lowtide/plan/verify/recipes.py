@@ -96,7 +96,7 @@ class _Kitchen:
 
     def _cook(self, served_op: int, guests: list[Recompute]) -> Burden:
         """Run the union of the recipes for one operator and watch the memory."""
-        wanted = {one.gap.storage for one in guests}
+        wanted = {s for s in (one.gap.storage for one in guests) if self.trace.storages[s].last_op >= served_op}
         menu = sorted({op for one in guests for op in one.ops})
         ran = set(menu)
         last_use: dict[int, int] = {}

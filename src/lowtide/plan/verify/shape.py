@@ -32,6 +32,7 @@ def check_shape(plan: Plan, problem: Problem) -> None:
             _check_moments(decision)
         by_storage.setdefault(decision.gap.storage, []).append(decision)
     spans = Spans(plan, trace)
+    _check_named(plan, trace, spans)
     for of_one in by_storage.values():
         of_one.sort(key=lambda decision: decision.gap)
         for first, second in pairwise(of_one):
@@ -39,6 +40,30 @@ def check_shape(plan: Plan, problem: Problem) -> None:
                 raise PlanError(f"V3: {label(first)} and {label(second)} overlap")
         if trace.reach is Reach.TOUCHED and len(of_one) > 1:
             _check_around(of_one, spans)
+
+
+def _check_named(plan: Plan, trace: Trace, spans: Spans) -> None:
+    """Check V2 for storages that the next step has an heir of: nothing is asked for them there.
+
+    They leave in their own step. They come back by a request in it, or on demand, when the heir is touched.
+    """
+    count, heirs = len(trace.ops), trace.heirs()
+    touched = {(gap.storage, gap.before_op) for gap in trace.gaps()}
+    for swap in plan.swaps:
+        storage, begin, end = swap.gap.storage, swap.gap.after_op, swap.gap.before_op
+        if storage not in heirs:
+            continue
+        if begin >= count:
+            raise PlanError(
+                f"V2: {label(swap)} begins with operator {begin - count} of the next step, which knows it as storage "
+                f"{heirs[storage]} and cannot make it leave: it has to leave before operator {count}"
+            )
+        on_demand = swap.fetch_op == end and (storage, end) in touched
+        if swap.fetch_op >= count and spans.returns(swap.gap) and not on_demand:
+            raise PlanError(
+                f"V2: {label(swap)} is fetched at operator {swap.fetch_op - count} of the next step, which knows it as "
+                f"storage {heirs[storage]}: fetch it before operator {count}, or on demand at the end of its gap"
+            )
 
 
 def _check_around(of_one: list[Swap | Recompute], spans: Spans) -> None:

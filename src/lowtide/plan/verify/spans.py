@@ -55,10 +55,13 @@ class Spans:
 def _dead_ends(trace: Trace) -> frozenset[tuple[int, int]]:
     """Return the storages and ends of gaps at which nobody touches the storage."""
     found = set()
+    heirs = trace.heirs()
     for gap in trace.gaps():
         next_step, op = divmod(gap.before_op, len(trace.ops))
         block = trace.storages[gap.storage]
-        there = not next_step or (block.first_op < 0 and block.last_op >= len(trace.ops))
-        if not (there and gap.storage in {*trace.ops[op].reads, *trace.ops[op].writes}):
+        name: int | None = gap.storage
+        if next_step and not (block.first_op < 0 and block.last_op >= len(trace.ops)):
+            name = heirs.get(gap.storage)
+        if name not in {*trace.ops[op].reads, *trace.ops[op].writes}:
             found.add((gap.storage, gap.before_op))
     return frozenset(found)

@@ -1,0 +1,77 @@
+"""Plans as the operators of a step execute them: what leaves and comes back, and what cannot be asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.capture.builder import Recorded
+from lowtide.core.machine import Link
+from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.trace import Gap, Kind, Phase, Reach, Storage, Trace
+from lowtide.errors import PlanError
+from lowtide.plan.verify import check
+from lowtide.residency.range_schedule import Action, ActionKind, compile_ranges
+from lowtide.testing.traces import Step, machine_of, make_trace
+
+
+def inheriting(*, touched_op: int | None = None) -> Trace:
+    """A gradient is made by operator 3 and read by 4 and 6; the next step frees it with operator 1."""
+    reads = {4: (0,), 6: (0,)}
+    if touched_op is not None:
+        reads[touched_op] = (1,)
+    steps = [
+        Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=reads.get(k, ()), writes=(0,) if k == 3 else ())
+        for k in range(8)
+    ]
+    storages = [
+        Storage(nbytes=10, kind=Kind.GRAD, first_op=3, last_op=8, producer=3),
+        Storage(nbytes=10, kind=Kind.GRAD, first_op=-1, last_op=1),
+    ]
+    return make_trace(steps, storages, (), reach=Reach.TOUCHED)
+
+
+def swap(after_op: int, before_op: int, fetch_op: int) -> Swap:
+    return Swap(gap=Gap(storage=0, after_op=after_op, before_op=before_op), fetch_op=fetch_op)
+
+
+def actions(trace: Trace, *swaps: Swap) -> list[Action]:
+    """Return what a plan that keeps the verifier's rules sets off."""
+    plan = Plan(policy="test", budget_bytes=1000, swaps=swaps)
+    link = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
+    check(plan, Problem(trace=trace, machine=machine_of(link), budget_bytes=1000))
+    recorded = Recorded(trace=trace, positions=(), use_events=(), serials=(7, 5), births=((3, 0), None))
+    return list(compile_ranges(plan, recorded, tier="spill").actions)
+
+
+LEAVES = Action(op=7, kind=ActionKind.LEAVE, storage=0, tier="spill")
+
+
+def test_what_the_next_step_frees_leaves_in_its_own_and_is_never_fetched() -> None:
+    trace = inheriting()
+    assert trace.gaps()[-1] == Gap(storage=0, after_op=7, before_op=10)
+    for fetch_op in (8, 9, 10):
+        assert actions(trace, swap(7, 10, fetch_op)) == [LEAVES]
+
+
+def test_what_the_next_step_touches_comes_back_on_demand() -> None:
+    trace = inheriting(touched_op=1)
+    assert trace.gaps()[-1] == Gap(storage=0, after_op=7, before_op=9)
+    assert actions(trace, swap(7, 9, 9)) == [LEAVES]
+
+
+def test_before_its_last_gap_it_leaves_as_anything_else() -> None:
+    first = Action(op=5, kind=ActionKind.LEAVE, storage=0, tier="spill")
+    assert actions(inheriting(), swap(5, 6, 6), swap(7, 10, 10)) == [first, LEAVES]
+
+
+@pytest.mark.parametrize(
+    ("refused", "touched_op", "reason"),
+    [
+        (swap(8, 10, 10), None, "begins with operator 0 of the next step, which knows it as storage 1"),
+        (swap(7, 9, 9), None, "is fetched at operator 1 of the next step, which knows it as storage 1"),
+        (swap(7, 9, 8), 1, "is fetched at operator 0 of the next step, which knows it as storage 1"),
+    ],
+)
+def test_nothing_is_asked_for_it_in_the_next_step(refused: Swap, touched_op: int | None, reason: str) -> None:
+    with pytest.raises(PlanError, match=f"V2: .* {reason}"):
+        actions(inheriting(touched_op=touched_op), refused)
