@@ -69,7 +69,7 @@ class Recorder:
         self._optimizers = list(optimizers)
         self._found: list[weakref.ref[torch.nn.Module]] = []
         self._static_bytes = 0
-        self._found: Mapping[int, Kind] = {}
+        self._kinds_before: Mapping[int, Kind] = {}
         self._handles: list[RemovableHandle] = []
         self._path: list[str] = []
         self.recording = False
@@ -92,7 +92,7 @@ class Recorder:
         """Log from here on; `static_bytes` are live already, wherever they are."""
         self._static_bytes = static_bytes
         # By the end of the step, gradients that it found may be gone, and others in their place.
-        self._found = self._kinds() if self._reach is Reach.TOUCHED else {}
+        self._kinds_before = self._kinds() if self._reach is Reach.TOUCHED else {}
         self._observation.observe(names=True, log=True)
         self._name_modules()
         self.recording = True
@@ -113,13 +113,8 @@ class Recorder:
             static_bytes=self._static_bytes,
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
-<<<<<<< HEAD
-            kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds()},
+            kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds_before, **self._kinds()},
             model=type(models[0]).__name__ if (models := self.models()) else "",
-=======
-            kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._found, **self._kinds()},
-            model=type(self._models[0]).__name__ if self._models else "",
->>>>>>> gaps
             torch_version=torch.__version__,
             reach=self._reach,
             least_bytes=self._least_bytes,
