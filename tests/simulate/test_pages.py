@@ -74,3 +74,27 @@ def test_what_the_next_step_changes_is_written_again_under_pressure() -> None:
     assert [span.op for span in timeline.spans if span.lane is Lane.OUT] == [1, 4]
     assert timeline.moved_out_bytes == 200
     assert timeline.moved_in_bytes == 100
+
+
+def test_an_allocator_holds_nothing_for_what_the_next_step_frees_while_it_is_away() -> None:
+    big = 64 << 20
+    steps = [
+        Step(
+            name=f"op{k}",
+            phase=Training.FORWARD,
+            duration_s=1.0,
+            writes=(0,) if k == 3 else (),
+            scratch_bytes=big if k < 2 else 0,
+        )
+        for k in range(6)
+    ]
+    storages = [
+        Storage(nbytes=big, kind=Kind.GRAD, first_op=3, last_op=6, producer=3),
+        Storage(nbytes=big, kind=Kind.GRAD, first_op=-1, last_op=1),
+    ]
+    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
+    problem = Problem(trace=trace, machine=machine_of(FAST), budget_bytes=trace.peak_bytes)
+    kept = simulate(problem, registry.policy("keep_all").plan(problem), allocator="pytorch")
+    assert (kept.peak_bytes, kept.reserved_peak_bytes) == (2 * big, 2 * big)
+    away = simulate(problem, registry.policy("swap_all").plan(problem), allocator="pytorch")
+    assert (away.peak_bytes, away.reserved_peak_bytes) == (big, big)

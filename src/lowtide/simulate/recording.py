@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import inf
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Span, Timeline
@@ -128,7 +129,8 @@ def _blocks(
             changes.append((ends_s[block.last_op], 0, storage, -block.nbytes))
         alive[block.first_op] += block.nbytes
         alive[min(block.last_op, len(trace.ops)) + 1] -= block.nbytes
-    for at_s, storage, gone in absences:
+    missing, own = _without_heirs(trace, starts_s, absences, away=away)
+    for at_s, storage, gone in own:
         nbytes = trace.storages[storage].nbytes
         # What the step found and frees is not among the static bytes: operators have it as a part of their own.
         found = trace.storages[storage].first_op < 0 and not trace.lives_on(storage)
@@ -138,7 +140,7 @@ def _blocks(
     live_bytes = 0
     for op, step in enumerate(trace.ops):
         live_bytes += alive[op]
-        scratch_bytes = step.peak_bytes - trace.static_bytes - live_bytes
+        scratch_bytes = step.peak_bytes - trace.static_bytes - live_bytes - missing[op]
         if scratch_bytes > 0:
             changes.append((starts_s[op], 3, other + op, scratch_bytes))
             changes.append((ends_s[op], 0, other + op, -scratch_bytes))
@@ -147,6 +149,29 @@ def _blocks(
         changes.append((start_s, 3, len(trace.ops) + other, nbytes))
         changes.append((stop_s, 0, len(trace.ops) + other, -nbytes))
     return _numbered(sorted(changes, key=lambda change: change[:2]), static_bytes=static_bytes)
+
+
+def _without_heirs(
+    trace: Trace, starts_s: Sequence[float], absences: Sequence[tuple[float, int, bool]], *, away: Collection[int]
+) -> tuple[list[int], list[tuple[float, int, bool]]]:
+    """Return the bytes of heirs that are away at each operator, and the absences that are not those of heirs.
+
+    Until it is freed, what the step before has left is an heir's: a part of its operators, as all that the step found.
+    """
+    heirs = trace.heirs()
+    moments: dict[int, list[tuple[float, bool]]] = {storage: [(-inf, True)] for storage in away if storage in heirs}
+    own = []
+    for at_s, storage, gone in absences:
+        if storage in heirs and at_s < starts_s[trace.storages[storage].first_op]:
+            moments.setdefault(storage, []).append((at_s, gone))
+        else:
+            own.append((at_s, storage, gone))
+    missing = [0] * len(trace.ops)
+    for storage, of_heir in moments.items():
+        for op in range(trace.storages[heirs[storage]].last_op + 1):
+            if [gone for at_s, gone in sorted(of_heir) if at_s <= starts_s[op]][-1:] == [True]:
+                missing[op] += trace.storages[storage].nbytes
+    return missing, own
 
 
 def _movable_before(trace: Trace, absences: Sequence[tuple[float, int, bool]], away: Collection[int]) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from lowtide import registry
 from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import IDENTITY, CodecCost, Plan, Problem, Swap
 from lowtide.core.trace import Gap, Kind, Reach, Storage, Trace
@@ -106,6 +107,18 @@ def inheriting(draw: st.DrawFn) -> tuple[Problem, Plan]:
 @settings(max_examples=250, deadline=None, phases=[Phase.generate])
 def test_what_the_next_step_frees_takes_the_same_on_all_clocks(case: tuple[Problem, Plan]) -> None:
     assert_all_agree(*case)
+
+
+@pytest.mark.parametrize("name", ["auto", "belady", "swap_all"])
+@given(case=inheriting())
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+def test_policies_fit_the_floor_with_what_the_next_step_frees(name: str, case: tuple[Problem, Plan]) -> None:
+    problem, _ = case
+    for share in (0.0, 0.5):
+        floor = problem.trace.floor_bytes()
+        budget_bytes = floor + int(share * (problem.trace.peak_bytes - floor))
+        tight = replace(problem, budget_bytes=budget_bytes)
+        assert_all_agree(tight, registry.policy(name).plan(tight))
 
 
 # Four operators of a second. A parameter of 100 bytes is read by the first two and written by the last; a moment of
