@@ -21,8 +21,8 @@ _ALLOCATOR_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES")
 class Job:
     """One training in a process of its own.
 
-    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or hooks (Lowtide as
-    it moves what autograd saved, without pages). `count_live`: run under Lowtide's allocator with a budget that is
+    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or everything
+    (Lowtide as it moves every tensor by its pages). `count_live`: run under Lowtide's allocator with a budget that is
     never reached, only to count live bytes; such a run is not timed.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from tests.bitwise.workload import Need, Workload, build, run
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {**ARCHITECTURES, **LOOPS, **HUGGINGFACE}
 UNPRESSED_BYTES = 8 * 2**30
-LEAST_BYTES = 64 * 2**10  # what a range is at least
 # Workloads that need memory between steps, not only inside `tide.step()`.
 BEYOND_STEPS = ("backward_after_the_step", "evaluation_between_steps")
 _REFUSED_ALLOCATION = re.compile(
@@ -39,7 +38,7 @@ class Outcome:
     record: Record = field(default_factory=Record)
     stats: dict[str, Any] = field(default_factory=dict)
     static_bytes: int = 0
-    floor_bytes: int = 0
+    largest_op_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ def need(name: str) -> Need:
     return Need(
         static_bytes=outcome.static_bytes,
         peak_bytes=outcome.stats["peak_bytes"],
-        floor_bytes=outcome.floor_bytes,
+        floor_bytes=outcome.static_bytes + outcome.largest_op_bytes,
     )
 
 
@@ -104,9 +103,7 @@ def managed(
                 # Not every step is recorded, and what is alive between steps grows with gradients and optimizer state.
                 trace, stats = tide.trace(), tide.stats()
                 outcome.static_bytes = max(outcome.static_bytes, int(str(stats["static_bytes"])))
-                # A pressed run moves what is too small to be worth it here.
-                floor_bytes = replace(trace, least_bytes=LEAST_BYTES).floor_bytes()
-                outcome.floor_bytes = max(outcome.floor_bytes, floor_bytes)
+                outcome.largest_op_bytes = max(outcome.largest_op_bytes, trace.floor_bytes() - trace.static_bytes)
 
             run(workload, step=tide.step, record=outcome.record, each=note_floor)
             outcome.stats = dict(tide.stats())
@@ -151,6 +148,6 @@ def pressed(
     try:
         return at(budget_bytes)
     except BudgetTooSmall:
-        if budget_bytes >= need(name).promised_to_hooks_bytes:
+        if budget_bytes >= need(name).promised_bytes:
             raise
-    return at(need(name).promised_to_hooks_bytes)
+    return at(need(name).promised_bytes)

@@ -62,8 +62,8 @@ def test_every_smaller_budget_works_exactly_or_is_refused_in_time(name: str, tmp
     budget_bytes = need(name).promised_bytes
     refusal = None
     while refusal is None:
-        budget_bytes = int(0.8 * budget_bytes)
-        assert budget_bytes > 0.4 * need(name).floor_bytes, "what one operator needs cannot have fitted"
+        budget_bytes = int(0.85 * budget_bytes)
+        assert budget_bytes > 0.7 * need(name).static_bytes, "what is always alive cannot have fitted"
         outcome, refusal = managed_or_refused(name, budget_bytes=budget_bytes, spill=tmp_path)
         if refusal is None:
             assert_exact_within_budget(name, outcome)

@@ -44,10 +44,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a training takes when nothing presses: bytes between steps, at the peak, and at the least.
-
-    `floor_bytes` is what its largest operator needs; whoever moves only what autograd saved needs the static bytes too.
-    """
+    """What a training takes when nothing presses: bytes between steps, at the peak, and at the least."""
 
     static_bytes: int
     peak_bytes: int
@@ -61,11 +58,6 @@ class Need:
     def promised_bytes(self) -> int:
         """The budget with which every training has to work."""
         return int(1.15 * self.floor_bytes)
-
-    @property
-    def promised_to_hooks_bytes(self) -> int:
-        """The budget with which every training has to work that moves only what autograd saved."""
-        return int(1.15 * (self.static_bytes + self.floor_bytes))
 
 
 def build(factory: Callable[[], Workload]) -> Workload:

@@ -21,12 +21,6 @@ def mlp_need(tmp_path_factory: pytest.TempPathFactory) -> Need:
     return need(Training, tmp_path_factory.mktemp("need"))
 
 
-@pytest.fixture
-def by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train by autograd's hooks on the CPU too, as policies that recompute do, and accelerators."""
-    monkeypatch.setattr("lowtide.execute.tide.fit.moves_pages", lambda *_: False)
-
-
 @pytest.fixture(autouse=True, scope="package")
 def one_compute_thread() -> Iterator[None]:
     """Compute with one thread: at these sizes a second one only waits, and sums come out otherwise."""

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.execute.tide.device import DeviceTide
 from tests import models
 from tests.bitwise.discard_all import DiscardAll
 from tests.execute.training import NO_PRESSURE_BYTES, Training, digest, need, other_bytes, records
@@ -122,8 +121,7 @@ def test_any_model_under_any_budget_is_exact_and_within_it_or_says_what_is_missi
     message, during_update = "", False
     try:
         with lowtide.fit(training.model, training.optimizer, budget=budget, spill=spill, policy=policy) as tide:
-            if isinstance(tide, DeviceTide):
-                tide.runtime._strict = True
+            tide._runtime._strict = True
             try:
                 for _ in range(STEPS):
                     with tide.step():

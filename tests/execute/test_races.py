@@ -24,8 +24,6 @@ from lowtide.tiers import FileMedium, Latency
 from tests import models
 from tests.execute.training import Need, Training, digest, need, records
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 STEPS = 4
 
 

@@ -16,8 +16,6 @@ import lowtide
 from lowtide.residency.machine import Residence
 from tests.execute.training import records
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 MIB = 2**20
 Step = Callable[[], AbstractContextManager[Any]]
 

@@ -17,8 +17,6 @@ from lowtide.tiers.medium import Medium
 from tests.bitwise.discard_all import DiscardAll
 from tests.execute.training import Need, Training, records
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 STEPS = 6
 POLICIES: dict[str, Callable[[], Policy]] = {"discard_all": lambda: DiscardAll(once=False), "dtr": Dtr}
 

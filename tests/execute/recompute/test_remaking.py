@@ -26,8 +26,6 @@ from lowtide.execute.recompute.rerun import Rerun
 from lowtide.execute.tide.tide import Tide
 from tests.bitwise.discard_all import DiscardAll
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 WIDTH = 256
 BUDGET_BYTES = 8 << 20  # a tensor here has 1 MiB; the policy discards all the same
 aten = torch.ops.aten

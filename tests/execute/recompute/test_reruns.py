@@ -21,8 +21,6 @@ from lowtide.plan.policy import About, Family, Runs, View, until_covered
 from lowtide.plan.views.lineage import Lineage
 from lowtide.simulate import simulate
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 WIDTH = 256
 LAYERS = 4
 

@@ -23,8 +23,6 @@ from lowtide.residency.machine import Residence
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium
 from tests.execute.training import NO_PRESSURE_BYTES, OnDemand, Training, digest, need, records
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 Step = Callable[[], AbstractContextManager[Any]]
 Sees = list[tuple[str, str]]
 

@@ -32,8 +32,6 @@ from tests.execute.step.test_gradients import (
 )
 from tests.execute.training import NO_PRESSURE_BYTES, Training, digest
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 
 def at_once(works: Iterable[Callable[[], object]]) -> None:
     """Do each on a thread of its own, all at the same time."""

@@ -13,8 +13,6 @@ from lowtide.execute.tide.tide import Tide
 from lowtide.residency.schedule import StepPlan
 from tests.execute.training import Need, Training
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 
 @dataclass
 class Seen:

@@ -14,8 +14,6 @@ from lowtide.plan.policies.capuchin import Capuchin
 from lowtide.tiers import FileMedium, Latency
 from tests.execute.training import Need, OnDemand, Training
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 
 class Learning(OnDemand):
     """Asks for nothing in advance until it sees what was waited for; then asks for that one operator earlier."""

@@ -17,8 +17,6 @@ from lowtide.tiers import FileMedium
 from lowtide.tiers.wrappers import Throttle
 from tests.execute.training import Need, Training
 
-pytestmark = pytest.mark.usefixtures("by_hooks")
-
 SAID = Link(write_bytes_per_s=1e12, read_bytes_per_s=1e12)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 
 from lowtide import registry
-from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.errors import BadArgument
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.links import machine_for
 from lowtide.execute.tide.cpu import CpuTide
@@ -35,6 +35,7 @@ def fit(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    everything: bool = False,
 ) -> Tide:
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
@@ -44,12 +45,23 @@ def fit(
     `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
     keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
     operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
-    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
+    torch.compile, where that is not possible, it swaps). `everything`: move every tensor, parameters, gradients and
+    optimizer state too, by their pages: a model trains whose state is larger than the budget (CPU, without
+    recomputation). `model` and `optimizer` (one, several or none) are not
     changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
-    return open_tide(models, optimizers, budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute)
+    return open_tide(
+        models,
+        optimizers,
+        budget=budget,
+        spill=spill,
+        policy=policy,
+        verify=verify,
+        recompute=recompute,
+        everything=everything,
+    )
 
 
 def open_tide(
@@ -61,6 +73,7 @@ def open_tide(
     policy: str | Policy,
     verify: bool,
     recompute: bool | None = None,
+    everything: bool = False,
     moves_nothing: bool = False,
 ) -> Tide:
     """Return a tide for a training, as `fit` explains; `moves_nothing`: it only watches."""
@@ -75,9 +88,9 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
-    if devices == (None,) and not moves_nothing and moves_pages(registry.policy(policy), recompute):
-        with suppress(NativeUnavailable):  # the budget is advisory then, and says why
-            return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
+    if everything:
+        _check_everything(devices, registry.policy(policy), recompute)
+        return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
@@ -98,9 +111,15 @@ def open_tide(
     return tide
 
 
-def moves_pages(policy: Policy, recompute: bool | None) -> bool:
-    """Tell whether a training on the CPU moves pages: hooks serve those that run operators again."""
-    return not (policy.about.recomputes if recompute is None else recompute)
+def _check_everything(devices: Sequence[torch.device | None], policy: Policy, recompute: bool | None) -> None:
+    """Raise `BadArgument` where not every tensor can be moved."""
+    if tuple(devices) != (None,):
+        raise BadArgument("everything moves on the CPU only: the model is on an accelerator, where activations do")
+    if policy.about.recomputes if recompute is None else recompute:
+        raise BadArgument(
+            f"policy {policy.name!r} runs operators again, and everything moves only by swapping so far: "
+            "pass recompute=False, or another policy"
+        )
 
 
 def _on_pages(

@@ -81,6 +81,7 @@ def inside(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    everything: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
 ) -> Iterator[Run]:
@@ -89,7 +90,16 @@ def inside(
     An allocation refused for the budget's sake becomes `BudgetTooSmall`. `strict`: refuse to be advisory.
     `on_forked_step` is called in a fork of this process that trains, which has no budget.
     """
-    with open_tide([], [], budget=budget, spill=spill, policy=policy, verify=verify, recompute=recompute) as tide:
+    with open_tide(
+        [],
+        [],
+        budget=budget,
+        spill=spill,
+        policy=policy,
+        verify=verify,
+        recompute=recompute,
+        everything=everything,
+    ) as tide:
         if strict and not tide.stats()["budget_exact"]:
             raise BadArgument(
                 "the budget would only be counted and not enforced, which --strict forbids: the warning says why, and "
@@ -112,6 +122,7 @@ def run_script(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    everything: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
 ) -> dict[str, object]:
@@ -125,6 +136,7 @@ def run_script(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        everything=everything,
         strict=strict,
         on_forked_step=on_forked_step,
     ) as run:

@@ -1,0 +1,115 @@
+"""Every kind of training with every tensor on the move: all of it leaves, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide.core.trace import Reach
+from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.execute.tide.cpu import CpuTide
+from tests.bitwise.harness import WORKLOADS, stock
+from tests.bitwise.record import Record, assert_identical
+from tests.bitwise.workload import build, run
+
+LEAST_BYTES = 64 * 2**10  # what a range is at least
+every_workload = pytest.mark.parametrize("name", WORKLOADS)
+
+
+def train(name: str, *, budget_bytes: int, spill: Path, policy: str = "auto", one_in: int = 0, silent: bool = False):  # type: ignore[no-untyped-def]
+    """Return what a training computed with everything on the move, its figures, and the floor of its steps."""
+    workload, record, floors = build(WORKLOADS[name]), Record(), []
+    optimizers = workload.optimizers[0] if len(workload.optimizers) == 1 else workload.optimizers
+    with lowtide.fit(
+        workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy, everything=True
+    ) as tide:
+        assert isinstance(tide, CpuTide)
+        native = tide.memory.native
+        native.stress(one_in, 11)
+        native.announce(int(not silent))
+
+        def note_floor() -> None:
+            trace = tide.trace()
+            assert trace.reach is Reach.TOUCHED
+            floors.append(replace(trace, least_bytes=LEAST_BYTES).floor_bytes())
+
+        try:
+            run(workload, step=tide.step, record=record, each=note_floor)
+        finally:
+            native.stress(0, 0)
+        return record, dict(tide.stats()), max(floors)
+
+
+@cache
+def need(name: str) -> tuple[int, int]:
+    """Return the floor of a training, and its peak when nothing presses."""
+    with tempfile.TemporaryDirectory() as spill:
+        record, stats, floor_bytes = train(name, budget_bytes=1 << 33, spill=Path(spill))
+    assert_identical(stock(name), record)
+    assert stats["swapped_out_bytes"] == stats["swapped_in_bytes"] == 0
+    return floor_bytes, int(str(stats["peak_bytes"]))
+
+
+@every_workload
+def test_training_halfway_between_floor_and_peak_is_exact(name: str, tmp_path: Path) -> None:
+    floor_bytes, peak_bytes = need(name)
+    budget_bytes = max(int(1.5 * floor_bytes), (floor_bytes + peak_bytes) // 2)
+    record, stats, _ = train(name, budget_bytes=min(budget_bytes, peak_bytes - LEAST_BYTES), spill=tmp_path)
+    assert_identical(stock(name), record)
+    assert stats["peak_reserved_bytes"] <= stats["budget_bytes"]
+    assert stats["swapped_out_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "gan", "double_backward", "views", "user_hooks"])
+def test_eviction_of_everything_at_random_operators_is_exact(name: str, tmp_path: Path) -> None:
+    _, peak_bytes = need(name)
+    record, stats, _ = train(name, budget_bytes=peak_bytes, spill=tmp_path, one_in=3)
+    assert_identical(stock(name), record)
+    assert stats["swapped_out_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_faults_alone_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    _, peak_bytes = need(name)
+    record, stats, _ = train(name, budget_bytes=peak_bytes, spill=tmp_path, one_in=3, silent=True)
+    assert_identical(stock(name), record)
+    assert stats["faults"] > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "belady", "swap_all", "vdnn", "autoswap"])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_every_policy_that_swaps_is_exact(name: str, policy: str, tmp_path: Path) -> None:
+    floor_bytes, peak_bytes = need(name)
+    budget_bytes = max(int(1.5 * floor_bytes), (floor_bytes + peak_bytes) // 2)
+    record, stats, _ = train(name, budget_bytes=budget_bytes, spill=tmp_path, policy=policy)
+    assert_identical(stock(name), record)
+    assert stats["peak_reserved_bytes"] <= stats["budget_bytes"]
+
+
+def test_a_model_trains_whose_state_is_larger_than_the_budget(tmp_path: Path) -> None:
+    floor_bytes, _ = need("mlp")
+    record, stats, _ = train("mlp", budget_bytes=int(1.2 * floor_bytes), spill=tmp_path)
+    assert_identical(stock("mlp"), record)
+    assert stats["static_bytes"] > stats["budget_bytes"] >= stats["peak_reserved_bytes"]
+
+
+def test_a_budget_below_one_operator_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    floor_bytes, _ = need("cnn")
+    with pytest.raises(BudgetTooSmall) as refused:
+        train("cnn", budget_bytes=int(0.5 * floor_bytes), spill=tmp_path)
+    assert refused.value.needed_bytes > refused.value.budget_bytes
+    record, _, _ = train("cnn", budget_bytes=2 * floor_bytes, spill=tmp_path)
+    assert_identical(stock("cnn"), record)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="runs operators again"):
+        lowtide.fit(budget="1GiB", spill=tmp_path, policy="dtr", everything=True)
+    with pytest.raises(BadArgument, match="does not keep what it is given"):
+        lowtide.fit(budget="1GiB", spill="null:", everything=True)
