@@ -23,14 +23,14 @@ import torch
 from lowtide.memory.native import Native, load
 from lowtide.memory.native.bindings import Place
 from lowtide.memory.ranges import RangeMemory
-from lowtide.tiers import FileMedium
+from lowtide.tiers import FileMedium, PlainMedium
 from lowtide.tiers.medium import Medium
 
 KIB, MIB = 2**10, 2**20
 PATIENCE_S = 60.0  # far more than anything takes: a test that waits so long hangs
 
 
-class HeldMedium:
+class HeldMedium(PlainMedium):
     """A medium in Python whose transfers wait at a gate and fail on demand; it knows what was moved."""
 
     name = "held"
