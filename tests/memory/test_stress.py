@@ -114,7 +114,7 @@ def test_random_models_train_to_the_same_bits(opened: Opened, seed: int) -> None
     finally:
         torch.set_num_threads(before)
     assert got == want
-    assert engine.counted.read > 0
+    assert engine.counted.read + engine.counted.faults > 0  # what leaves may be called back before it is written
     assert engine.memory.take_errors() == (None, "")
 
 

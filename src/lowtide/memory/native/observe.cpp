@@ -259,10 +259,12 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
 }
 
 void end_use(Use& use) {
-  if (outermost == &use) outermost = nullptr;
-  if (use.holds.empty()) return;
+  bool ends = outermost == &use;
+  if (ends) outermost = nullptr;
+  if (use.holds.empty() && !ends) return;
   Ranges& all = ranges();
   std::lock_guard<std::mutex> guard(pages().mutex);
+  if (ends && schedule().in_step()) schedule().on_operator_end();
   for (const Hold& hold : use.holds)
     if (hold.range->serial == hold.serial) all.unpin(hold.range);
 }

@@ -13,7 +13,8 @@ namespace lowtide {
 namespace {
 
 constexpr int64_t kChunk = 8 << 20;
-constexpr int64_t kGrace = 4;  // the last touches that may not be undone; see Note [Grace]
+constexpr int64_t kGrace = 2;  // the last touches that may not be undone; see Note [Grace]
+constexpr int64_t kMostThrashing = 64;
 
 }  // namespace
 
@@ -236,6 +237,7 @@ bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bo
         note_refusal(range->bytes);
         note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
         if (with_gil) break;  // whoever asks has not begun: the next allocation is refused
+        thrashing_ = 0;
         room = pages().take_beyond_budget(range->bytes);
         counted.beyond += range->bytes;
       }
@@ -372,8 +374,9 @@ Range* Ranges::victim(bool at_fault) const {
   const Schedule& plan = schedule();
   for (Range* range : by_age_) {
     // Note [Grace]: what faulted last may be what the interrupted instruction is about to use, with others that are still
-    // away. If that left again to make room for them, none of it would ever be done. Operators pin what they use instead.
-    if (at_fault && clock - range->last_touch < kGrace) break;
+    // away. If that left again to make room for them, none of it would ever be done: after many faults in a row that gave up
+    // what was touched just before, that stays. Operators pin what they use instead.
+    if (at_fault && thrashing_ > kMostThrashing && clock - range->last_touch < kGrace) break;
     if (!may_leave(range)) continue;
     if (!plan.following()) return range;  // the least recently touched
     int64_t next = plan.next_use(range);
@@ -393,6 +396,7 @@ int64_t Ranges::make_room(int64_t need, bool at_fault) {
     Range* range = victim(at_fault);
     if (!range) break;
     int64_t bytes = range->bytes;
+    if (at_fault) thrashing_ = clock - range->last_touch < kGrace ? thrashing_ + 1 : 0;
     if (leave(range, schedule().tier_of(range)))
       coming += bytes;
     else if (may_leave(range))

@@ -229,6 +229,7 @@ class Ranges {
 
   Trouble trouble_, failed_write_;
   int transferring_ = 0;
+  int64_t thrashing_ = 0;  // faults in a row that gave up what was touched just before; see Note [Grace]
   int waiting_ = 0;
   uint64_t epoch_ = 0;  // counts what may let those who wait go on
   bool forking_ = false;

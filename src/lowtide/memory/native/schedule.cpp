@@ -26,6 +26,7 @@ void Schedule::begin_step(int64_t id) {
   seen_.clear();
   born_.clear();
   cursor_ = -1;
+  running_ = false;
   born_since_ = 0;
   diverged_at_ = -1;
   plan_ = nullptr;
@@ -83,6 +84,7 @@ void Schedule::abandon_step() {
 
 void Schedule::on_operator(int64_t name) {
   ++cursor_;
+  running_ = true;
   born_since_ = 0;
   seen_.push_back(name);
   if (!plan_) return;
@@ -139,7 +141,8 @@ int64_t Schedule::next_use(const Range* range) const {
   constexpr int64_t kNever = INT64_MAX;
   if (range->storage < 0) return kNever - 1;  // not of the plan: nothing is known of its use
   const auto& uses = plan_->uses[range->storage];
-  auto found = std::lower_bound(uses.begin(), uses.end(), cursor_);  // an operator that runs uses it still
+  // An operator that runs uses it still.
+  auto found = std::lower_bound(uses.begin(), uses.end(), running_ ? cursor_ : cursor_ + 1);
   if (found != uses.end()) return *found - cursor_;
   return uses.empty() ? kNever : uses.front() + static_cast<int64_t>(plan_->names.size()) - cursor_;
 }

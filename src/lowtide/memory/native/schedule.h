@@ -45,6 +45,9 @@ class Schedule {
   }
   // An operator of the step begins: `name` is its number in the log.
   void on_operator(int64_t name);
+  void on_operator_end() {
+    running_ = false;
+  }
   // A block of the step was made.
   void on_born(Range* range);
   // The operator, counted on from now, that will use a range next.
@@ -71,6 +74,7 @@ class Schedule {
   std::vector<std::unique_ptr<Plan>> plans_;
   Plan* plan_ = nullptr;
   bool in_step_ = false;
+  bool running_ = false;  // the operator that began last
   std::thread::id thread_;
   std::vector<int64_t> seen_;  // names of the step's operators
   struct Born {
