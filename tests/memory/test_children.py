@@ -280,6 +280,8 @@ def test_a_child_that_has_an_engine_of_its_own(opened: Opened, tmp_path: Path, b
         theirs = all(torch.equal(x, pattern(MIB, seed)) for seed, x in enumerate(xs))
         written = own.counted.written
         assert own.peak <= 8 * MIB
+        peek(ys[0])
+        assert own.place(ys[0]) is Place.HERE
         assert not own.start_leaving(ys[0], tier=-1)  # never to its parent's file
         own.memory.close()
         again = all(torch.equal(x, pattern(MIB, seed)) for seed, x in enumerate(xs))
