@@ -157,6 +157,18 @@ def test_checkpoints_of_what_is_away(opened: Opened, tmp_path: Path, zipped: boo
     assert engine.counted.beyond == 0
 
 
+def test_a_storage_is_filled_from_a_file(opened: Opened, tmp_path: Path) -> None:
+    engine = opened()
+    x = filled(MIB, 1)
+    path = tmp_path / "bytes"
+    path.write_bytes(MIB.to_bytes(8, "little") + pattern(MIB, 2).numpy().tobytes())
+    engine.send_away(x)
+    with path.open("rb") as file:
+        x.untyped_storage()._set_from_file(file, 0, True, 1)
+    engine.send_away(x)
+    assert torch.equal(x, pattern(MIB, 2))
+
+
 def test_safetensors_of_what_is_away(opened: Opened, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     engine = opened()
