@@ -18,7 +18,10 @@ from tests.bitwise.record import Record, assert_identical
 from tests.bitwise.workload import build, run
 
 LEAST_BYTES = 64 * 2**10  # what a range is at least
-every_workload = pytest.mark.parametrize("name", WORKLOADS)
+QUICK = ("mlp", "cnn", "transformer", "gan", "checkpoint", "double_backward", "accumulate_over_steps", "user_hooks")
+every_workload = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WORKLOADS]
+)
 
 
 def train(name: str, *, budget_bytes: int, spill: Path, policy: str = "auto", one_in: int = 0, silent: bool = False):  # type: ignore[no-untyped-def]

@@ -84,6 +84,22 @@ def test_a_child_reads_what_was_while_its_parent_writes(
         assert torch.equal(x, pattern(MIB, 207 + seed))
 
 
+def test_a_copy_that_is_still_valid_is_the_childs(opened: Opened) -> None:
+    x = filled(MIB, 1)  # from before: its changes are watched, its slot stays when it comes back
+    engine = opened()
+    engine.send_away(x)
+    gate = Gate()
+    result = in_fork(lambda: (gate.wait(), raw_array(x).tobytes())[1])
+    for turn in range(2):
+        x.add_(1)
+        engine.send_away(x)
+        assert engine.tier_used() >= 2 * x.nbytes - 3 * 4096, turn
+    gate.open()
+    assert result() == pattern(MIB, 1).numpy().tobytes()
+    assert torch.equal(x, pattern(MIB, 1) + 2)
+    engine.close(left=1)
+
+
 def test_slots_are_used_again_once_children_are_gone(opened: Opened) -> None:
     engine = opened()
     x, y = filled(MIB, 1), filled(MIB, 2)
@@ -264,6 +280,8 @@ def test_a_child_that_has_an_engine_of_its_own(opened: Opened, tmp_path: Path, b
         theirs = all(torch.equal(x, pattern(MIB, seed)) for seed, x in enumerate(xs))
         written = own.counted.written
         assert own.peak <= 8 * MIB
+        peek(ys[0])
+        assert own.place(ys[0]) is Place.HERE
         assert not own.start_leaving(ys[0], tier=-1)  # never to its parent's file
         own.memory.close()
         again = all(torch.equal(x, pattern(MIB, seed)) for seed, x in enumerate(xs))

@@ -123,6 +123,11 @@ def test_joining_while_bytes_are_on_their_way(opened: Opened, room: list[int], t
     assert min(second.native.range_meter()) >= 0
     for seed, x in enumerate(xs):
         assert torch.equal(x, pattern(MIB, seed))
+        before = second.native.range_meter()
+        second.send_away(x)
+        after = second.native.range_meter()
+        assert after[0] + after[6] == before[0] + before[6] + MIB
+        assert after[2] + after[8] > before[2] + before[8]  # every write takes time
     assert min(second.native.range_meter()) >= 0
     room[0] = 1 << 40
     second.memory.close()

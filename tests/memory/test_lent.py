@@ -113,6 +113,20 @@ def test_system_calls_read_and_write_tensors(opened: Opened, tmp_path: Path) -> 
         os.write(file.fileno(), (ctypes.c_char * MIB).from_address(address_of(x)))  # what all of this is for
 
 
+def test_a_system_call_writes_what_came_back_unchanged(opened: Opened, tmp_path: Path) -> None:
+    x = filled(MIB, 1)  # from before: mapped for reading only when it comes back
+    engine = opened()
+    engine.send_away(x)
+    assert torch.equal(x, pattern(MIB, 1))
+    path = tmp_path / "bytes"
+    path.write_bytes(pattern(MIB, 2).numpy().tobytes())
+    with path.open("rb", buffering=0) as file:
+        assert file.readinto(x.numpy()) == MIB
+    engine.send_away(x)
+    assert torch.equal(x, pattern(MIB, 2))
+    engine.close(left=1)
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("target", ["path", "file", "buffer"])
 def test_checkpoints_of_what_is_away(opened: Opened, tmp_path: Path, zipped: bool, target: str) -> None:
@@ -141,6 +155,18 @@ def test_checkpoints_of_what_is_away(opened: Opened, tmp_path: Path, zipped: boo
         assert torch.equal(each, pattern(2 * MIB, int(name)))
     assert engine.peak <= 16 * MIB
     assert engine.counted.beyond == 0
+
+
+def test_a_storage_is_filled_from_a_file(opened: Opened, tmp_path: Path) -> None:
+    engine = opened()
+    x = filled(MIB, 1)
+    path = tmp_path / "bytes"
+    path.write_bytes(MIB.to_bytes(8, "little") + pattern(MIB, 2).numpy().tobytes())
+    engine.send_away(x)
+    with path.open("rb") as file:
+        x.untyped_storage()._set_from_file(file, 0, True, 1)
+    engine.send_away(x)
+    assert torch.equal(x, pattern(MIB, 2))
 
 
 def test_safetensors_of_what_is_away(opened: Opened, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import mmap
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -440,6 +441,32 @@ def test_shared_memory_is_left_alone(opened: Opened) -> None:
 
 
 # ---- many mappings ----
+
+
+def test_nobody_sees_pages_that_have_left(opened: Opened) -> None:
+    engine = opened()
+    x = torch.full((64 * KIB,), 7, dtype=torch.uint8)
+    array, over, seen = raw_array(x), threading.Event(), []
+
+    def read() -> None:
+        while not over.is_set() and not seen:
+            if array.min() != 7:  # without the GIL
+                seen.append(array.copy())
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        until = time.monotonic() + PATIENCE_S
+        left = 0
+        while left < 1500 and not seen:
+            left += engine.start_leaving(x)  # as soon as a reader has it back
+            assert time.monotonic() < until
+    finally:
+        over.set()
+        for reader in readers:
+            reader.join(PATIENCE_S)
+    assert not seen
 
 
 def test_addresses_are_never_free_for_others(opened: Opened) -> None:

@@ -95,6 +95,31 @@ def test_nothing_that_an_operator_uses_leaves_while_it_runs(opened: Opened) -> N
         assert torch.equal(other, pattern(MIB, seed))
 
 
+def test_what_an_operator_makes_after_it_freed_something_is_pinned_once(opened: Opened) -> None:
+    engine = opened()
+    ours = library("freed")
+    ours.define("work(Tensor x) -> Tensor")
+    ours.define("look(Tensor x) -> Tensor")
+    left: list[bool] = []
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(MIB, dtype=torch.uint8)
+        del made
+        return torch.full((MIB,), 7, dtype=torch.uint8)
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        left.append(engine.start_leaving(x))
+        return torch.zeros(1)
+
+    ours.impl("work", work, "CPU")
+    ours.impl("look", look, "CPU")
+    made = torch.ops.lowtide_freed.work(filled(MIB))
+    torch.ops.lowtide_freed.look(made)
+    assert left == [False]
+    engine.send_away(made)
+    assert bool((made == 7).all())
+
+
 def test_pins_end_when_an_operator_raises(opened: Opened) -> None:
     engine = opened()
     x = filled(MIB)

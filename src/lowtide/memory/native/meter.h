@@ -43,7 +43,7 @@ class Meter {
   // Count from zero; what is under way goes on.
   void forget() {
     tick();
-    clocks_ = {};
+    forgotten_ = clocks_;  // the clocks themselves go on: chunks under way compare them
     bytes_ = transfers_ = {};
   }
 
@@ -53,7 +53,7 @@ class Meter {
     for (int kind = 0; kind < kKinds; ++kind) {
       *out++ = bytes_[kind];
       *out++ = transfers_[kind];
-      *out++ = static_cast<double>(clocks_[kind]);
+      *out++ = static_cast<double>(clocks_[kind] - forgotten_[kind]);
     }
   }
 
@@ -64,7 +64,7 @@ class Meter {
     last_ = now;
   }
 
-  Clocks clocks_{};
+  Clocks clocks_{}, forgotten_{};
   std::array<double, kKinds> bytes_{}, transfers_{};
   int64_t last_ = 0;
   int reads_ = 0, writes_ = 0, waiting_ = 0;

@@ -145,6 +145,13 @@ bool Ranges::progress_waiting(uint64_t epoch) {
   return true;
 }
 
+void Ranges::idle_waiting() {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  ++waiting_;
+  changed.wait(guard, [&] { return under_way_ == 0; });
+  --waiting_;
+}
+
 void Ranges::progress() {
   ++epoch_;
   if (waiting_ > 0) changed.notify_all();
@@ -183,6 +190,7 @@ bool Ranges::call_back(Range* range) {
 
 void Ranges::begin_read(Range* range, char* pages, bool urgent) {
   auto* transfer = new Transfer{range, false, pages, range->bytes, range->slot, range->slot_forks};
+  ++under_way_;
   range->transfer = transfer;
   range->place = Place::kArriving;
   counted.arriving += range->bytes;
@@ -358,6 +366,7 @@ bool Ranges::leave(Range* range, int32_t tier) {
   range->slot_forks = forks_;
   range->summed = false;
   auto* transfer = new Transfer{range, true, away, range->bytes, range->slot, forks_};
+  ++under_way_;
   range->transfer = transfer;
   range->place = Place::kLeaving;
   range->dirty = false;
@@ -500,6 +509,7 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
     finish_read(transfer);
   }
   delete transfer;
+  --under_way_;
   progress();
   guard.unlock();
   transfer_ended(bytes);
@@ -661,7 +671,7 @@ void Ranges::abandon_in_child() {
       pages().keep_merged(transfer->data, range->bytes);
     }
   }
-  counted.leaving = counted.arriving = 0;
+  counted.leaving = counted.arriving = under_way_ = 0;
 }
 
 bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard) {

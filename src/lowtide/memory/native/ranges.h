@@ -171,6 +171,8 @@ class Ranges {
   uint64_t epoch() const {
     return epoch_;
   }
+  // Wait until no transfer is under way, those that were called back or freed among them. Takes the lock itself.
+  void idle_waiting();
   // Wait until something changed since `epoch`. False: nothing is under way that could. Takes the lock itself.
   bool progress_waiting(uint64_t epoch);
   int64_t count() const {
@@ -228,8 +230,9 @@ class Ranges {
   int fork_pipe_[2] = {-1, -1};
 
   Trouble trouble_, failed_write_;
-  int transferring_ = 0;
   int64_t thrashing_ = 0;  // faults in a row that gave up what was touched just before; see Note [Grace]
+  int transferring_ = 0;      // chunks that a fork has to wait for
+  int64_t under_way_ = 0;     // transfers that have not ended, whatever became of their ranges
   int waiting_ = 0;
   uint64_t epoch_ = 0;  // counts what may let those who wait go on
   bool forking_ = false;

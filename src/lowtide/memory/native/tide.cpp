@@ -170,15 +170,7 @@ void lt_take_back(int64_t serial) {
 // Wait until no transfer is under way.
 void lt_settle() {
   WithoutGil released;
-  for (;;) {
-    uint64_t epoch;
-    {
-      std::lock_guard<std::mutex> guard(pages().mutex);
-      if (ranges().counted.leaving == 0 && ranges().counted.arriving == 0) return;
-      epoch = ranges().epoch();
-    }
-    ranges().progress_waiting(epoch);
-  }
+  ranges().idle_waiting();
 }
 
 // Give pages up until the budget holds. Returns the bytes that are still beyond it.
