@@ -32,14 +32,13 @@ class BudgetTooSmall(LowtideError, MemoryError):
         self.device = device
         self.place = place
         remedy = "choose an optimizer with less state" if place.endswith("'s step") else "shrink the batch"
-        budget, needed = format_bytes(budget_bytes), format_bytes(needed_bytes)
-        if budget == needed:  # "2.08 GiB cannot hold 2.08 GiB" helps nobody
-            budget, needed = f"{budget} ({budget_bytes} bytes)", f"{needed_bytes - budget_bytes} bytes more than that"
-        else:
-            needed = f"at least {needed} ({needed_bytes} bytes)"
+        budget = format_bytes(budget_bytes)
+        if budget == format_bytes(needed_bytes):  # "2.08 GiB cannot hold 2.08 GiB" helps nobody
+            budget = f"{budget} ({budget_bytes} bytes)"
         whose, where = f" of {device}" if device else "", f" {place}" if place else ""
         text = (
-            f"budget {budget}{whose} cannot run '{op}'{where}, which needs {needed} at once: "
+            f"budget {budget}{whose} cannot run '{op}'{where}, "
+            f"which needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
             f"raise the budget or {remedy}"
         )
         super().__init__(f"{text} ({detail})" if detail else text)
