@@ -73,8 +73,8 @@ MAY_IMPORT = {
     "capture": {"autograd", "core", "estimate"},
     "residency": {"capture", "core", "plan"},
     "simulate": {"core", "estimate", "plan", "residency"},
-    "report": {"core", "estimate", "plan", "registry", "simulate"},
-    "zoo": {"capture"},
+    "report": {"core", "estimate", "memory", "plan", "registry", "simulate"},
+    "zoo": {"capture", "core"},
     "execute": {
         "autograd",
         "capture",
