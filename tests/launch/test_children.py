@@ -218,7 +218,7 @@ def test_a_rank_that_does_not_fit_is_refused_in_one_line(train: Path, tmp_path: 
     done = lowtide("run", "--budget", "12MiB", "torchrun", "--standalone", "--nproc-per-node", "1", train, cwd=tmp_path)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "cannot run" in line]
-    assert line.startswith("lowtide: rank 0: budget 12.0 MiB cannot run")
+    assert line.startswith("lowtide: rank 0: budget 12.0 MiB ")
 
 
 def test_an_advisory_budget_is_an_error_where_strictness_was_asked_for(train: Path, tmp_path: Path) -> None:
