@@ -103,7 +103,7 @@ def _as_policy(found: object, *, origin: str) -> Policy:
             raise BadArgument(f"{origin} cannot be called without arguments to make a policy: {error}") from error
     if not isinstance(found, Policy) or not isinstance(found.about, About):
         raise BadArgument(
-            f"{origin} is not a policy: it needs name, summary, about, plan(problem) and victims(view, need_bytes); "
+            f"{origin} is not a policy: it needs name, summary, about and plan(problem); "
             "`about` is a lowtide.plan.policy.About, as in About(family=Family.SWAP_OUT, runs=(Runs.REAL,))"
         )
     return found

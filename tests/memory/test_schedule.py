@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lowtide.core.order import Order
 from lowtide.memory.native.bindings import Place
 from tests.memory.engine import KIB, MIB, PATIENCE_S, Engine, HeldMedium, files, filled, pattern, peek, raw_array
 
@@ -228,6 +229,7 @@ def test_a_step_that_diverges_goes_on_without_a_plan(opened: Opened, way: str) -
 
 def test_what_no_plan_knows_leaves_first_and_the_next_use_last(opened: Opened) -> None:
     engine = opened(budget=9 * MIB // 2)
+    engine.native.order(Order.FURTHEST)
     soon, late = filled(MIB, 1), filled(MIB, 2)
     small = torch.zeros(4)
     step = Step(engine, ["aten::fill_", "aten::neg_", "aten::neg_"])
@@ -251,8 +253,57 @@ def test_what_no_plan_knows_leaves_first_and_the_next_use_last(opened: Opened) -
     engine.native.step_end()
 
 
+# Four ranges, oldest first: bytes, operator of the next use, whether it is clean. The order in which they leave.
+VICTIMS = {
+    Order.NOTHING: [],
+    Order.OLDEST: [0, 1, 2, 3],
+    Order.FURTHEST: [1, 3, 2, 0],
+    Order.FURTHEST_NEWEST: [3, 1, 2, 0],
+    Order.FURTHEST_CHEAPEST: [3, 1, 2, 0],
+    Order.LARGEST: [2, 0, 1, 3],
+    Order.LARGEST_AREA: [2, 1, 3, 0],
+    Order.FIRST_THAT_SUFFICES: [2, 0, 1, 3],
+}
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_ranges_leave_in_the_policys_order(opened: Opened, order: Order) -> None:
+    medium = HeldMedium()
+    engine = opened(medium, budget=7 * MIB + MIB // 4)
+    native = engine.native
+    tensors = [filled(nbytes, seed) for seed, nbytes in enumerate((MIB, MIB, 4 * MIB, MIB))]
+    native.leave(tensors[3]._cdata, engine.memory.first_tier)
+    native.settle()
+    small = torch.zeros(4)
+    step = Step(engine, ["aten::fill_", *["aten::neg_"] * 9])
+    for tensor, use in zip(tensors, (1, 9, 7, 9), strict=True):
+        step.known(tensor, 0, use)
+    plan = step.compile()
+    native.order(order)
+    native.step_begin(plan)
+    for tensor in tensors:
+        tensor[:1].max()  # oldest first; the last one comes back, and its copy stays good
+    native.step_abandon()
+    native.step_begin(plan)
+    small.fill_(1)
+    gone: list[int] = []
+    more: list[torch.Tensor] = []
+    try:
+        while len(gone) < len(tensors):
+            more.append(filled_without_operators((2 if order is Order.FIRST_THAT_SUFFICES and not gone else 1) * MIB))
+            native.lend(more[-1]._cdata)  # it stays
+            native.settle()
+            places = {at: engine.place(tensor) for at, tensor in enumerate(tensors)}
+            gone += [at for at, place in places.items() if place is Place.AWAY and at not in gone]
+    except torch.OutOfMemoryError:
+        assert order is Order.NOTHING
+    assert gone == VICTIMS[order]
+    native.step_end()
+
+
 def test_the_furthest_use_leaves_first(opened: Opened) -> None:
     engine = opened(budget=9 * MIB // 2)
+    engine.native.order(Order.FURTHEST)
     xs = [filled(MIB, seed) for seed in range(3)]
     small = torch.zeros(4)
     step = Step(engine, ["aten::fill_", "aten::neg_", "aten::neg_", "aten::neg_"])

@@ -18,6 +18,7 @@ from lowtide.plan.policies.keep_all import KeepAll
 from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.plan.verify import check, replay
+from lowtide.plan.victims import victims_of
 from lowtide.testing.policies import FakeView, PolicyTests, Record
 from lowtide.testing.traces import (
     Step,
@@ -254,7 +255,7 @@ def test_lru_gives_up_the_oldest_and_among_equals_the_clean() -> None:
         Record(nbytes=1, last_access=5),
         Record(nbytes=1, last_access=3, clean=True),
     )
-    assert list(Lru().victims(view, 4)) == [3, 1, 2, 0]
+    assert list(victims_of(Lru(), view, 4)) == [3, 1, 2, 0]
 
 
 def test_belady_gives_up_the_furthest_and_where_unknown_the_oldest() -> None:
@@ -264,7 +265,7 @@ def test_belady_gives_up_the_furthest_and_where_unknown_the_oldest() -> None:
         Record(nbytes=1, last_access=4, next_use=math.inf),
         Record(nbytes=1, last_access=3, next_use=math.inf),
     )
-    assert list(Belady().victims(view, 4)) == [3, 2, 1, 0]
+    assert list(victims_of(Belady(), view, 4)) == [3, 2, 1, 0]
 
 
 def test_auto_gives_up_the_furthest_and_among_similar_the_clean() -> None:
@@ -274,12 +275,12 @@ def test_auto_gives_up_the_furthest_and_among_similar_the_clean() -> None:
         Record(nbytes=1, last_access=8, next_use=15, clean=True),
         Record(nbytes=1, last_access=7, next_use=5000),
     )
-    assert list(Auto().victims(view, 4)) == [3, 1, 0, 2]
+    assert list(victims_of(Auto(), view, 4)) == [3, 1, 0, 2]
 
 
 def test_auto_without_foresight_falls_back_to_the_least_recently_used() -> None:
     view = FakeView(*(Record(nbytes=1, last_access=age) for age in (5, 2, 9)))
-    assert list(Auto().victims(view, 3)) == [1, 0, 2]
+    assert list(victims_of(Auto(), view, 3)) == [1, 0, 2]
 
 
 def test_auto_makes_room_for_a_read_that_would_otherwise_find_none() -> None:

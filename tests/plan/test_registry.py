@@ -45,7 +45,7 @@ def test_an_unknown_name_lists_the_known_ones_in_one_line() -> None:
 
 @pytest.mark.parametrize("thing", [3, object(), None])
 def test_what_is_no_policy_is_refused(thing: object) -> None:
-    with pytest.raises(BadArgument, match="is not a policy: it needs name, summary, about, plan"):
+    with pytest.raises(BadArgument, match="is not a policy: it needs name, summary, about and plan"):
         registry.policy(thing)  # type: ignore[arg-type]
 
 
@@ -54,8 +54,6 @@ def test_a_policy_that_says_nothing_of_itself_is_refused_with_an_example() -> No
         name, summary = "silent", "says nothing of itself"
 
         def plan(self, problem: object) -> None: ...
-
-        def victims(self, view: object, need_bytes: int) -> None: ...
 
     class Vague(Silent):
         about = "a paper of 2016"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import CodecCost, Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.errors import BadArgument, BudgetTooSmall
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Runs
 from lowtide.plan.views.layers import relu_results
 from lowtide.report import budget_of, problem_of, settle
 from lowtide.report.case import FEEDBACK_STEPS, Encoding
@@ -68,9 +67,6 @@ class Learner:
         assert timeline.notes == plan.notes
         seen = int(plan.notes[0])
         return plan if seen == self.changes else replace(plan, notes=(str(seen + 1),))
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        return iter(view.evictable())
 
 
 def test_feedback_goes_on_until_the_plan_is_settled_and_counts_as_trials() -> None:

@@ -4,7 +4,6 @@ import json
 import operator
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from lowtide import registry
 from lowtide.core.plan import Plan, Problem
 from lowtide.errors import BadArgument, TraceError
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Runs
 from lowtide.report import Outcome, Refusal, compare, encode_comparison, load_comparison, problem_of, settle
 from lowtide.report.compare import digest_of
 from lowtide.report.page import best_first
@@ -62,9 +61,6 @@ class Broken:
 
     def plan(self, problem: Problem) -> Plan:
         raise ZeroDivisionError("a bug\nof two lines")
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        return iter(())
 
 
 def test_a_policy_with_a_bug_does_not_end_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from lowtide.plan.policies.auto import Auto
 from lowtide.plan.policies.keep_all import KeepAll
 from lowtide.plan.policies.lru import Lru
 from lowtide.plan.policies.swap_all import SwapAll
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Runs
 from lowtide.simulate import simulate_run
 from lowtide.testing.traces import chain_trace, machine_of
 
@@ -45,9 +44,6 @@ class Learner:
         waited = any(span.lane is Lane.STALL and span.cause == "arrival" for span in timeline.spans)
         better = replace(SwapAll().plan(problem), policy=self.name, prediction=None)
         return better if waited and plan != better else plan
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        return Lru().victims(view, need_bytes)
 
 
 def test_the_first_step_is_reactive_and_the_others_follow_the_plan() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.core.log import Log
+from lowtide.core.order import Order
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError
@@ -44,13 +45,19 @@ class RangeUsage:
 
 
 class RangeMemory:
-    """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go."""
+    """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`."""
 
     device = torch.device("cpu")
     reach = Reach.TOUCHED
 
     def __init__(
-        self, media: Mapping[str, Medium], *, least_bytes: int, verify: bool = False, threads: int = 2
+        self,
+        media: Mapping[str, Medium],
+        *,
+        least_bytes: int,
+        order: Order = Order.OLDEST,
+        verify: bool = False,
+        threads: int = 2,
     ) -> None:
         self.native = load()
         self.least_bytes = least_bytes
@@ -68,6 +75,7 @@ class RangeMemory:
                 capacity_bytes=medium.capacity_bytes,
                 medium=self._caller(medium) if files is None else None,
             )
+        self.native.order(order)
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
         self._lent: Lent | None = None
         self._loader_workers = LoaderWorkers(self.native.catch_faults)

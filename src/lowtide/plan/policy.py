@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+from lowtide.core.order import Order as Order
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Timeline
 from lowtide.core.trace import Gap, Kind, Reach, Trace
@@ -56,7 +57,8 @@ class About:
 
     `reconstructed`: what its paper leaves open and was filled in here. `adapts`: it leaves alone what fits (False: it
     moves things whatever the budget is). `recomputes`: its plans run operators again, where nobody forbids it.
-    `discards_victims`: what it gives up when memory runs out is not written but made again.
+    `discards_victims`: what it gives up when memory runs out is not written but made again. `victims`: in which order,
+    unless it `ChoosesVictims` itself.
     `kinds` are the storages it decides about (None: all that can move).
     """
 
@@ -67,6 +69,7 @@ class About:
     adapts: bool = True
     recomputes: bool = False
     discards_victims: bool = False
+    victims: Order = Order.OLDEST
     kinds: frozenset[Kind] | None = None
 
 
@@ -119,7 +122,7 @@ class Costs(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides offline what a step moves, and online what to give up when memory runs out all the same."""
+    """Decides what a step moves, and in which order to give up the rest when memory runs out all the same."""
 
     @property
     def name(self) -> str:
@@ -139,6 +142,11 @@ class Policy(Protocol):
     def plan(self, problem: Problem) -> Plan:
         """Return the decisions for a step; never raises because the budget is small."""
         ...
+
+
+@runtime_checkable
+class ChoosesVictims(Protocol):
+    """A policy with an order of its own, which no `Order` is."""
 
     def victims(self, view: View, need_bytes: int) -> Iterator[int]:
         """Yield records to give up, best first, until `need_bytes` are covered or nothing is left."""

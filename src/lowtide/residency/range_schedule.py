@@ -37,10 +37,11 @@ class Action:
 class ScheduledStorage:
     """A storage, how the next step recognises it, and where it goes if memory runs out.
 
-    `serial` is the number of a block from before the step; `birth` (op, k) the k-th large allocation after operator
-    `op` has begun. `leaves_again`: it is worth knowing whether it changes before it does.
+    `index` is its number in the trace, `serial` the number of a block from before the step; `birth` (op, k) the k-th
+    large allocation after operator `op` has begun. `leaves_again`: it is worth knowing whether it changes before it does.
     """
 
+    index: int
     serial: int | None
     birth: tuple[int, int] | None
     nbytes: int
@@ -75,6 +76,7 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
         lives_on = trace.lives_on(index)
         storages.append(
             ScheduledStorage(
+                index=index,
                 serial=recorded.serials[index] if lives_on else None,
                 birth=None if lives_on else recorded.births[index],
                 nbytes=block.nbytes,

@@ -16,6 +16,7 @@ from lowtide.core.trace import Reach
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.policy import Policy
+from lowtide.plan.victims import victims_of
 from lowtide.residency import events as e
 from lowtide.residency.machine import Residency
 from lowtide.simulate.agenda import Agenda, Moment, Record
@@ -100,7 +101,7 @@ class _Steps:
         self.state.machine.follow(swapped=frozenset(), uses=self.agenda.uses if plan is not None else {})
 
     def _victims(self, _: Residency, need_bytes: int) -> Iterator[int]:
-        return self.policy.victims(self.view, need_bytes) if self.policy is not None else iter(())
+        return victims_of(self.policy, self.view, need_bytes) if self.policy is not None else iter(())
 
     # ---- the step ----
 

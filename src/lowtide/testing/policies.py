@@ -23,6 +23,7 @@ from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Reach, Trace
 from lowtide.plan.policy import About, Family, Policy, by_age
 from lowtide.plan.verify import Replay, check_executable, replay
+from lowtide.plan.victims import victims_of
 from lowtide.testing.shapes import branches_trace, resnet_trace, transformer_trace, unet_trace, vgg_trace
 from lowtide.testing.simulated import simulated_steps
 from lowtide.testing.traces import (
@@ -332,10 +333,10 @@ class PolicyTests(ABC):
         """Giving up more than needed costs time for nothing."""
         view = FakeView(*(Record(nbytes=100, last_access=k, next_use=50 + k) for k in range(5)))
         for need_bytes, count in ((0, 0), (1, 1), (100, 1), (101, 2), (500, 5), (501, 5)):
-            victims = list(self.make_policy().victims(view, need_bytes))
+            victims = list(victims_of(self.make_policy(), view, need_bytes))
             assert len(set(victims)) == len(victims) == (count if self.gives_up_records else 0)
             assert set(victims) <= set(view.evictable())
 
     def test_victims_of_nothing_are_none(self) -> None:
         """There may be nothing to give up."""
-        assert list(self.make_policy().victims(FakeView(), 100)) == []
+        assert list(victims_of(self.make_policy(), FakeView(), 100)) == []

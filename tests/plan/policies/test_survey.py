@@ -17,6 +17,7 @@ from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.survey import Settings, Survey1, Survey2, Survey3, Survey4, swap_ins, swap_outs
 from lowtide.plan.policy import Policy
 from lowtide.plan.verify import check, replay
+from lowtide.plan.victims import victims_of
 from lowtide.simulate import simulate, simulate_run
 from lowtide.testing.networks import networks
 from lowtide.testing.policies import FakeView, PolicyTests, Record
@@ -226,14 +227,14 @@ def test_victims_are_the_oldest(make: Callable[[], Policy]) -> None:
     view = FakeView(
         Record(nbytes=10, last_access=5), Record(nbytes=10, last_access=1), Record(nbytes=90, last_access=3)
     )
-    assert list(make().victims(view, 50)) == [1, 2]
+    assert list(victims_of(make(), view, 50)) == [1, 2]
 
 
 def test_victims_can_be_the_largest() -> None:
     view = FakeView(
         Record(nbytes=10, last_access=5), Record(nbytes=30, last_access=1), Record(nbytes=90, last_access=3)
     )
-    assert list(Survey1(victim="largest").victims(view, 100)) == [2, 1]
+    assert list(victims_of(Survey1(victim="largest"), view, 100)) == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from lowtide.errors import SpillFull
 from lowtide.execute.backends.protocol import Transfers
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.plan.policy import Policy
+from lowtide.plan.victims import victims_of
 from lowtide.residency import events as e
 from lowtide.residency.machine import Residence, Residency
 from lowtide.residency.view import DiscardingView
@@ -193,5 +194,5 @@ class Driver(ABC):
 
     def _victims(self, machine: Residency, need_bytes: int) -> Iterator[int]:
         if machine.discards and self.remaker is not None:
-            return self._policy.victims(DiscardingView(machine, self.remaker), need_bytes)
-        return self._policy.victims(machine, need_bytes)
+            return victims_of(self._policy, DiscardingView(machine, self.remaker), need_bytes)
+        return victims_of(self._policy, machine, need_bytes)

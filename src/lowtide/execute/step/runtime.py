@@ -18,8 +18,7 @@ from lowtide.execute.recompute.modes import can_watch
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.execute.step.driver import Driver
 from lowtide.execute.step.matcher import Matcher
-from lowtide.execute.step.saved import SavedTensor, unmanaged_reason
-from lowtide.execute.tide.feedback import Wait
+from lowtide.execute.step.saved import SavedTensor, UseWait, unmanaged_reason
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
 from lowtide.residency.machine import Residence
@@ -42,7 +41,7 @@ class Runtime(Driver):
         super().__init__(backend, policy, strict=strict)
         self.matcher = Matcher()
         self.unmanaged: Counter[str] = Counter()
-        self.waits: list[Wait] = []
+        self.waits: list[UseWait] = []
         self.gradient_serials: set[int] = set()
         self.first_save_s: float | None = None
         self._least_bytes = least_bytes
@@ -275,7 +274,7 @@ class Runtime(Driver):
             self._await(awaited)
             tensor = self._attached(record, lambda: backend.tensor(handle.pack, handle.dtype))
             if where in (Residence.AWAY, Residence.ARRIVING):
-                wait = Wait(handle.key, event, start_s, time.perf_counter(), demanded=where is Residence.AWAY)
+                wait = UseWait(handle.key, event, start_s, time.perf_counter(), demanded=where is Residence.AWAY)
                 if wait.end_s - wait.start_s > _LEAST_WAIT_S:
                     self.waits.append(wait)
             if self.remaker is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,6 +10,16 @@ from lowtide.autograd.kept import changed_in_place
 
 if TYPE_CHECKING:
     from lowtide.execute.step.runtime import Runtime
+
+
+class UseWait(NamedTuple):
+    """A use that waited for its bytes: of which key, at which event, when; `demanded`: nobody had asked for them."""
+
+    key: int
+    event: int
+    start_s: float
+    end_s: float
+    demanded: bool
 
 
 class SavedTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -20,14 +20,18 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Moved, Traffic, link_seen
+from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
 from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.memory.ranges import RangeMemory
-from lowtide.plan.policy import Policy
+from lowtide.plan.policy import Observes, Policy
 from lowtide.plan.verify import check_executable
 from lowtide.residency.range_schedule import RangeSchedule, compile_ranges
+
+# Shorter ones are not for want of bytes.
+_LEAST_WAIT_S = 100e-6
 
 
 class CpuTide(Tide):
@@ -52,6 +56,9 @@ class CpuTide(Tide):
         self._learning = Learning()
         self._signature_of: dict[int, tuple[object, ...]] = {}  # by the native number of its plan
         self._next_plan = -1
+        self._taught = Taught()
+        self._storages_of: dict[Hashable, list[int]] = {}  # by the plan's numbers, of plans that may change
+        self._revisions = 0
         self._trace: Trace | None = None
         self._plan: Plan | None = None
         self._step_s: list[float] = []
@@ -167,13 +174,15 @@ class CpuTide(Tide):
                 signature = _signature(recorded)
                 if self._learning.is_worth_planning(signature, followed=followed is not None):
                     self._trace = recorded.trace
-                    followed = self._follow(recorded, signature)
+                    followed = self._planned(recorded, signature)
                     self._learning.planned(signature)
+        elif followed is not None and signature is not None:
+            followed = self._revise(signature) or followed
         if followed is not None:
             self._next_plan = followed
         self._learning.ended(signature, followed=followed is not None)
 
-    def _follow(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
+    def _planned(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
         problem = Problem(
             trace=recorded.trace,
             machine=self._machine,
@@ -181,11 +190,42 @@ class CpuTide(Tide):
             tier=self._memory.tiers[0],
             tiers=self._memory.tiers,
         )
-        self._plan = self._policy.plan(problem)
-        check_executable(self._plan, problem)  # R6: a plan is followed as it stands, or not at all
-        number = self._add(compile_ranges(self._plan, recorded, tier=self._memory.tiers[0]))
+        return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
+
+    def _follow(self, planned: Planned, signature: tuple[object, ...]) -> int:
+        check_executable(planned.plan, planned.problem)  # R6: a plan is followed as it stands, or not at all
+        self._plan = planned.plan
+        schedule = compile_ranges(planned.plan, planned.recorded, tier=self._memory.tiers[0])
+        number = self._add(schedule)
         self._signature_of[number] = signature
+        if isinstance(self._policy, Observes):
+            self._taught.keep(signature, planned)
+            self._storages_of[signature] = [one.index for one in schedule.storages]
         return number
+
+    def _revise(self, signature: tuple[object, ...]) -> int | None:
+        """Let a policy that observes planned steps change its plan by the one that has just ended; return the new."""
+        planned, waits = self._taught.get(signature), self._memory.native.step_waits()
+        if planned is None or not waits:
+            return None
+        storages = self._storages_of[signature]
+        timeline = executed(
+            planned,
+            [
+                Wait(storages[storage], op, start_s, end_s, demanded=demanded)
+                for op, storage, start_s, end_s, demanded in waits
+                if end_s - start_s > _LEAST_WAIT_S
+            ],
+            begun_s=self._started,
+            step_s=self._step_s[-1],
+            recompute_s=0.0,
+            stall_s=self._step_stall_s,
+        )
+        taught = self._taught.learn(signature, self._policy, timeline)
+        if taught is None:
+            return None
+        self._revisions += 1
+        return self._follow(taught, signature)
 
     def _add(self, schedule: RangeSchedule) -> int:
         native = self._memory.native
@@ -245,7 +285,7 @@ class CpuTide(Tide):
             "steps": len(self._step_s),
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
-            "plan_revisions": 0,
+            "plan_revisions": self._revisions,
             "planned_recomputes": 0,
             "recomputed_ops": 0,
             "recompute_s": 0.0,

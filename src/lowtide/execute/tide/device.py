@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -22,12 +22,13 @@ from lowtide.estimate.traffic import link_seen
 from lowtide.execute.backends.oom_messages import concerns
 from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.step.runtime import Runtime
-from lowtide.execute.tide.feedback import Planned, executed
+from lowtide.execute.step.saved import UseWait
+from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.opening import Opened
 from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.costs.sweep import planned_bytes
-from lowtide.plan.policy import Observes, Policy, revised
+from lowtide.plan.policy import Observes, Policy
 from lowtide.plan.verify import check_executable
 from lowtide.residency.schedule import Requests, compile_plan
 
@@ -36,10 +37,6 @@ from lowtide.residency.schedule import Requests, compile_plan
 _RECORDINGS = 2
 # Steps to record after one that matched no plan: it is planned once it repeats (R8).
 _ALERT_STEPS = 8
-# How often a policy may look at a step of a plan that had to wait: on a noisy machine some do for ever.
-_MOST_LESSONS = 16
-# For how many kinds of step what was recorded is kept for that.
-_MOST_PLANNED = 16
 # What a watched step takes longer, by call, beside what a recording says about seeing them all. Measured: 100 us to
 # remember one that is to run again; assumed: every tenth is.
 _REMEMBER_S = 10e-6
@@ -84,7 +81,7 @@ class DeviceTide(Tide):
         self._alert = 1
         self._revisions = 0
         self._remake_before_s = 0.0
-        self._planned: dict[tuple[int, ...], Planned] = {}
+        self._planned = Taught()
         self._seen: set[int] = set()
         self._trace: Trace | None = None
         self._plan: Plan | None = None
@@ -205,27 +202,23 @@ class DeviceTide(Tide):
         self._plan = requests.as_plan(plan)
         self._runtime.matcher.add(compile_plan(plan, recorded, signature, requests=requests))
         if isinstance(self._policy, Observes):
-            self._planned.pop(signature, None)
-            self._planned[signature] = planned
-            if len(self._planned) > _MOST_PLANNED:
-                del self._planned[next(iter(self._planned))]
+            self._planned.keep(signature, planned)
 
     def _revise(self, signature: tuple[int, ...]) -> None:
         """Let a policy that observes planned steps change its plan by the one that has just ended."""
         planned, waits = self._planned.get(signature), self._runtime.waits
-        if planned is None or not waits or planned.lessons >= _MOST_LESSONS:
+        if planned is None or not waits:
             return
         timeline = executed(
             planned,
-            waits,
+            list(_in_trace(waits, planned)),
             begun_s=self._started,
             step_s=self._step_s[-1],
             recompute_s=self._remake_s() - self._remake_before_s,
             stall_s=self._step_stall_s,
         )
-        changed = revised(self._policy, planned.problem, planned.plan, timeline)
-        taught = self._planned[signature] = replace(planned, plan=changed, lessons=planned.lessons + 1)
-        if changed != planned.plan:
+        taught = self._planned.learn(signature, self._policy, timeline)
+        if taught is not None:
             self._revisions += 1
             self._follow(taught, signature)
 
@@ -341,3 +334,13 @@ class DeviceTide(Tide):
             self._runtime.close(bring_back=bring_back)
         finally:
             self._backend.close(bring_back=bring_back)
+
+
+def _in_trace(waits: Iterable[UseWait], planned: Planned) -> Iterator[Wait]:
+    """Yield waits by the operators and storages of the trace that was planned."""
+    saves, positions = planned.problem.trace.saves, planned.recorded.positions
+    for wait in waits:
+        # An earlier step's graph numbers its saves otherwise.
+        if wait.key < len(saves) and wait.event < len(positions):
+            storage, op = saves[wait.key].storage, positions[wait.event]
+            yield Wait(storage, op, wait.start_s, wait.end_s, demanded=wait.demanded)

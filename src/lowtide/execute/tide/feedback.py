@@ -6,20 +6,26 @@ not back in time, and nothing of what else happened when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Span, Timeline
+from lowtide.plan.policy import Policy, revised
+
+# How often a policy may look at a step of a plan that had to wait: on a noisy machine some do for ever.
+_MOST_LESSONS = 16
+# For how many kinds of step what was recorded is kept for that.
+_MOST_PLANNED = 16
 
 
 class Wait(NamedTuple):
-    """A use that waited for its bytes: of which key, at which event, when; `demanded`: nobody had asked for them."""
+    """An operator that waited for a storage's bytes, and when; `demanded`: nobody had asked for them."""
 
-    key: int
-    event: int
+    storage: int
+    op: int
     start_s: float
     end_s: float
     demanded: bool
@@ -35,17 +41,40 @@ class Planned:
     lessons: int = 0
 
 
+class Taught:
+    """The plans of the last kinds of step whose policy may look at how they went."""
+
+    def __init__(self) -> None:
+        self._planned: dict[Hashable, Planned] = {}
+
+    def keep(self, signature: Hashable, planned: Planned) -> None:
+        """Keep the plan of a kind of step, and forget the oldest where there are many."""
+        self._planned.pop(signature, None)
+        self._planned[signature] = planned
+        if len(self._planned) > _MOST_PLANNED:
+            del self._planned[next(iter(self._planned))]
+
+    def get(self, signature: Hashable) -> Planned | None:
+        """Return the plan of a kind of step that its policy may still change."""
+        planned = self._planned.get(signature)
+        return None if planned is None or planned.lessons >= _MOST_LESSONS else planned
+
+    def learn(self, signature: Hashable, policy: Policy, timeline: Timeline) -> Planned | None:
+        """Let the policy look at a step of a kept plan; return the plan that it changes that into."""
+        planned = self._planned[signature]
+        changed = revised(policy, planned.problem, planned.plan, timeline)
+        taught = self._planned[signature] = replace(planned, plan=changed, lessons=planned.lessons + 1)
+        return taught if changed != planned.plan else None
+
+
 def executed(
     planned: Planned, waits: Sequence[Wait], *, begun_s: float, step_s: float, recompute_s: float, stall_s: float
 ) -> Timeline:
     """Return a step that followed a plan to its end."""
-    trace, positions = planned.problem.trace, planned.recorded.positions
+    trace = planned.problem.trace
     spans: list[Span] = []
     for wait in waits:
-        if wait.key >= len(trace.saves) or wait.event >= len(positions):
-            continue  # of an earlier step's graph, which numbers its saves otherwise
-        storage = trace.saves[wait.key].storage
-        start_s, end_s, op = wait.start_s - begun_s, wait.end_s - begun_s, positions[wait.event]
+        start_s, end_s, op, storage = wait.start_s - begun_s, wait.end_s - begun_s, wait.op, wait.storage
         nbytes, cause = trace.storages[storage].nbytes, "demand" if wait.demanded else "prefetch"
         spans.append(Span(lane=Lane.STALL, start_s=start_s, end_s=end_s, op=op, storage=storage, cause="arrival"))
         spans.append(

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from lowtide.core.log import LogEntry
+from lowtide.core.order import Order
 
 PressureCallback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
@@ -18,6 +19,18 @@ MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ct
 SHORT_READ = 10001
 CORRUPTED = 10002
 LOST = 10003
+
+# The same numbers as in ranges.h.
+_ORDERS = {
+    Order.NOTHING: 0,
+    Order.OLDEST: 1,
+    Order.FURTHEST: 2,
+    Order.FURTHEST_NEWEST: 3,
+    Order.FURTHEST_CHEAPEST: 4,
+    Order.LARGEST: 5,
+    Order.LARGEST_AREA: 6,
+    Order.FIRST_THAT_SUFFICES: 7,
+}
 
 
 class Place(IntEnum):
@@ -209,6 +222,7 @@ class Native:
         self.ranges_running = quick("lt_ranges_running", integer)
         self._ranges_start = quick("lt_ranges_start", integer, i64, integer, integer)
         self._ranges_stop = waiting("lt_ranges_stop", integer, integer)
+        self._order = quick("lt_order", None, integer)
         self.catch_faults = quick("lt_catch_faults", None)
         self.announce = quick("lt_announce", None, integer)
         self.adopt = quick("lt_adopt", i64, pointer)
@@ -227,6 +241,7 @@ class Native:
         self._plan_add = quick("lt_plan_add", i64, i64, pointer, i64, pointer, pointer, pointer, i64, pointer)
         self.step_begin = quick("lt_step_begin", None, i64)
         self._step_end = quick("lt_step_end", i64, pointer)
+        self._step_waits = quick("lt_step_waits", i64, pointer, i64)
         self.step_abandon = quick("lt_step_abandon", None)
         self.touch = quick("lt_touch", None, integer)
         self.grad_began_ns = quick("lt_grad_began_ns", i64)
@@ -377,6 +392,18 @@ class Native:
         out = (ctypes.c_int64 * 2)()
         plan = self._step_end(out)
         return (None if plan < 0 else plan), out[0], (None if out[1] < 0 else out[1])
+
+    def step_waits(self) -> list[tuple[int, int, float, float, bool]]:
+        """Return the last step's waits: operator, storage of the plan, begin and end, whether nobody had asked."""
+        count = self._step_waits(None, 0)
+        out = (ctypes.c_int64 * (5 * count))()
+        self._step_waits(out, count)
+        rows = (out[5 * row : 5 * row + 5] for row in range(count))
+        return [(op, storage, begin * 1e-9, end * 1e-9, bool(asked)) for op, storage, begin, end, asked in rows]
+
+    def order(self, order: Order) -> None:
+        """Say who is given up first from here on."""
+        self._order(_ORDERS[order])
 
     def name_id(self, name: str) -> int:
         """Return the number under which the log and plans know an operator's name."""

@@ -162,6 +162,7 @@ struct Operand {
   Range* range;
   int64_t serial;  // another thread may free it while this one waits
   bool writes;
+  bool demanded = false;  // it is away, and nobody has asked for it
 };
 
 // Large memory of CPU tensors that no range is, by address: it cannot leave, and is told (R6). With `pages().mutex` held.
@@ -231,11 +232,16 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
     all.pin(operand.range);
     if (!facts.goes_on) use.holds.push_back({operand.range, operand.serial});
   }
-  for (const Operand& operand : single)
-    if (operand.range->place == Place::kAway) all.prefetch(operand.range);  // all of them at once, where there is room
+  for (Operand& operand : single) {
+    operand.demanded = operand.range->place == Place::kAway;
+    if (operand.demanded) all.prefetch(operand.range);  // all of them at once, where there is room
+  }
   for (const Operand& operand : single) {
-    bool here = operand.range->place == Place::kHere || all.bring_waiting(operand.range, guard, true);
-    if (here && operand.range->serial == operand.serial) all.touch(operand.range, operand.writes);
+    int64_t waited_ns = 0;
+    bool here = operand.range->place == Place::kHere || all.bring_waiting(operand.range, guard, true, &waited_ns);
+    if (!here || operand.range->serial != operand.serial) continue;
+    all.touch(operand.range, operand.writes);
+    if (waited_ns && schedule().in_step()) schedule().on_wait(operand.range, waited_ns, operand.demanded);
   }
 }
 

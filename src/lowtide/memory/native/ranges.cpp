@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstring>
 
 namespace lowtide {
@@ -221,7 +222,8 @@ bool Ranges::prefetch(Range* range) {
   return true;
 }
 
-bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bool with_gil) {
+bool Ranges::bring_waiting(
+    Range* range, std::unique_lock<std::mutex>& guard, bool with_gil, int64_t* waited_ns) {
   if (in_forked_child()) return bring_in_child_waiting(range, guard);
   int64_t serial = range->serial, began_ns = 0;
   bool here = false;
@@ -281,6 +283,7 @@ bool Ranges::bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bo
   if (began_ns) {
     int64_t waited = now_ns() - began_ns;
     counted.wait_ns += waited;
+    if (waited_ns) *waited_ns = waited;
     meter.wait(-1);
     guard.unlock();
     add_stall_ns(waited);
@@ -334,7 +337,7 @@ void Ranges::bury_children() {
 bool Ranges::leave(Range* range, int32_t tier) {
   if (!may_leave(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
-  bool clean = !range->dirty && range->slot.offset >= 0;
+  bool clean = is_clean(range);
   if (!clean) {
     bury_children();
     if (range->slot.offset >= 0 && (range->slot.tier != tier || is_shared(range->slot_forks)))
@@ -377,24 +380,54 @@ bool Ranges::leave(Range* range, int32_t tier) {
   return true;
 }
 
-Range* Ranges::victim(bool at_fault) const {
+Range* Ranges::victim(int64_t need, bool at_fault) const {
+  if (order == Order::kNothing) return nullptr;
   Range* best = nullptr;
-  int64_t furthest = -1;
+  std::array<double, 3> best_worth{};
   const Schedule& plan = schedule();
+  double far = 1;  // beyond every use that is known
+  if (order == Order::kLargestArea)
+    for (Range* range : by_age_)
+      if (may_leave(range) && plan.knows(range)) far = std::max<double>(far, plan.next_use(range) + 1);
   for (Range* range : by_age_) {
     // Note [Grace]: what faulted last may be what the interrupted instruction is about to use, with others that are still
     // away. If that left again to make room for them, none of it would ever be done: after many faults in a row that gave up
     // what was touched just before, that stays. Operators pin what they use instead.
     if (at_fault && thrashing_ > kMostThrashing && clock - range->last_touch < kGrace) break;
     if (!may_leave(range)) continue;
-    if (!plan.following()) return range;  // the least recently touched
-    int64_t next = plan.next_use(range);
-    if (next > furthest) {
+    std::array<double, 3> worth = worth_of(range, need, far);
+    if (!best || worth > best_worth) {  // among equals the least recently touched
       best = range;
-      furthest = next;
+      best_worth = worth;
     }
+    if (order == Order::kOldest || (order == Order::kFirstThatSuffices && worth[0] > 0)) break;
   }
   return best;
+}
+
+// How gladly a range is given up, by its order.
+std::array<double, 3> Ranges::worth_of(const Range* range, int64_t need, double far) const {
+  const Schedule& plan = schedule();
+  double next = plan.knows(range) ? static_cast<double>(plan.next_use(range)) : HUGE_VAL;
+  switch (order) {
+    case Order::kFurthest:
+      return {next};
+    case Order::kFurthestNewest:
+      return {next, static_cast<double>(range->last_touch)};
+    case Order::kFurthestCheapest: {
+      // Uses are similar if they are as far away, to a factor of the square root of two.
+      double band = std::isinf(next) ? next : std::round(2 * std::log2(std::max(1.0, next)));
+      return {band, is_clean(range) ? 1.0 : 0.0, next};
+    }
+    case Order::kLargest:
+      return {static_cast<double>(range->bytes)};
+    case Order::kLargestArea:
+      return {static_cast<double>(range->bytes) * std::min(next, far)};
+    case Order::kFirstThatSuffices:
+      return {range->bytes >= need ? 1.0 : 0.0};
+    default:
+      return {};
+  }
 }
 
 int64_t Ranges::make_room(int64_t need, bool at_fault) {
@@ -402,7 +435,7 @@ int64_t Ranges::make_room(int64_t need, bool at_fault) {
   int64_t budget = counters.budget.load();
   if (budget) coming += std::max<int64_t>(0, budget - counters.reserved.load());
   while (coming < need) {
-    Range* range = victim(at_fault);
+    Range* range = victim(need - coming, at_fault);
     if (!range) break;
     int64_t bytes = range->bytes;
     if (at_fault) thrashing_ = clock - range->last_touch < kGrace ? thrashing_ + 1 : 0;
@@ -416,7 +449,7 @@ int64_t Ranges::make_room(int64_t need, bool at_fault) {
 
 void Ranges::shrink(int64_t excess) {
   for (int64_t coming = counted.leaving; coming < excess;) {
-    Range* range = victim(false);
+    Range* range = victim(excess - coming, false);
     if (!range) return;
     int64_t bytes = range->bytes;
     if (leave(range, schedule().tier_of(range)))

@@ -23,6 +23,7 @@
 #include "pages.h"
 #include "tier.h"
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -33,6 +34,18 @@
 namespace lowtide {
 
 class Schedule;
+
+// Who is given up first when memory runs out: the same numbers as in bindings.py, explained in core/order.py.
+enum class Order : int32_t {
+  kNothing = 0,
+  kOldest = 1,
+  kFurthest = 2,
+  kFurthestNewest = 3,
+  kFurthestCheapest = 4,
+  kLargest = 5,
+  kLargestArea = 6,
+  kFirstThatSuffices = 7,
+};
 
 // One range's bytes on their way. It may outlive its range: then they go nowhere, and only its pages and slot are left.
 struct Transfer {
@@ -77,6 +90,7 @@ class Ranges {
   int64_t least_bytes = kLarge;  // smaller ranges never leave
   bool announcing = true;        // operators bring their operands back before they run; else faults do
   int64_t clock = 0;             // counts touches
+  Order order = Order::kOldest;
   int32_t home_tier = 0;         // where ranges leave to that no plan sends elsewhere
 
   // ---- blocks come and go ----
@@ -109,7 +123,8 @@ class Ranges {
   }
   void unpin(Range* range);
   // Have a range's pages at its addresses. False: they cannot be read.
-  bool bring_waiting(Range* range, std::unique_lock<std::mutex>& guard, bool with_gil);
+  bool bring_waiting(
+      Range* range, std::unique_lock<std::mutex>& guard, bool with_gil, int64_t* waited_ns = nullptr);
   // Start to bring back what is away, if there is room now without giving anything up.
   bool prefetch(Range* range);
   bool make_writable(Range* range);
@@ -132,6 +147,10 @@ class Ranges {
     int64_t least = range->foreign ? least_bytes / 2 : least_bytes;
     return range->place == Place::kHere && range->pins == 0 && !range->stuck && !range->crowded_out &&
         range->bytes >= least;
+  }
+
+  bool is_clean(const Range* range) const {
+    return !range->dirty && range->slot.offset >= 0;
   }
 
   // ---- the whole ----
@@ -201,7 +220,8 @@ class Ranges {
   void give_extent(const Slot& slot, int64_t bytes);
   bool is_shared(int64_t forks);
   void keep_pages(char* pages, int64_t bytes, bool writable);
-  Range* victim(bool at_fault) const;
+  Range* victim(int64_t need, bool at_fault) const;
+  std::array<double, 3> worth_of(const Range* range, int64_t need, double far) const;
   void work();
 
   std::map<const char*, Range*> by_start_;

@@ -25,6 +25,7 @@ void Schedule::begin_step(int64_t id) {
   thread_ = std::this_thread::get_id();
   seen_.clear();
   born_.clear();
+  waits_.clear();
   cursor_ = -1;
   running_ = false;
   born_since_ = 0;
@@ -95,6 +96,12 @@ void Schedule::on_operator(int64_t name) {
   do_actions();
 }
 
+void Schedule::on_wait(const Range* range, int64_t waited_ns, bool demanded) {
+  if (!plan_ || range->storage < 0) return;
+  int64_t now = now_ns();
+  waits_.push_back({cursor_, range->storage, now - waited_ns, now, demanded});
+}
+
 void Schedule::on_born(Range* range) {
   Born born{cursor_, born_since_++, range->bytes, range->serial};
   born_.push_back(born);
@@ -138,13 +145,11 @@ void Schedule::do_actions() {
 }
 
 int64_t Schedule::next_use(const Range* range) const {
-  constexpr int64_t kNever = INT64_MAX;
-  if (range->storage < 0) return kNever - 1;  // not of the plan: nothing is known of its use
   const auto& uses = plan_->uses[range->storage];
   // An operator that runs uses it still.
   auto found = std::lower_bound(uses.begin(), uses.end(), running_ ? cursor_ : cursor_ + 1);
   if (found != uses.end()) return *found - cursor_;
-  return uses.empty() ? kNever : uses.front() + static_cast<int64_t>(plan_->names.size()) - cursor_;
+  return uses.front() + static_cast<int64_t>(plan_->names.size()) - cursor_;
 }
 
 }  // namespace lowtide

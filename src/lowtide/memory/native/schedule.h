@@ -16,6 +16,12 @@ struct Action {
   int64_t storage;
 };
 
+// An operator of a planned step that waited for a storage; `demanded`: nobody had asked for it before.
+struct Wait {
+  int64_t op, storage, begin_ns, end_ns;
+  bool demanded;
+};
+
 struct Plan {
   int64_t id;
   std::vector<int64_t> names;                // of the operators, by the log's numbers
@@ -48,9 +54,18 @@ class Schedule {
   void on_operator_end() {
     running_ = false;
   }
+  // The operator that begins has waited for a range.
+  void on_wait(const Range* range, int64_t waited_ns, bool demanded);
+  const std::vector<Wait>& waits() const {
+    return waits_;
+  }
   // A block of the step was made.
   void on_born(Range* range);
-  // The operator, counted on from now, that will use a range next.
+  // Whether the plan that is followed knows when a range is used next.
+  bool knows(const Range* range) const {
+    return plan_ && range->storage >= 0 && !plan_->uses[range->storage].empty();
+  }
+  // The operator, counted on from now, that will use a range next, which the plan `knows`.
   int64_t next_use(const Range* range) const;
   int32_t tier_of(const Range* range) const {
     return plan_ && range->storage >= 0 ? plan_->tier[range->storage] : ranges().home_tier;
@@ -82,6 +97,7 @@ class Schedule {
   };
   std::vector<Born> born_;
   int64_t cursor_ = -1, born_since_ = 0, diverged_at_ = -1;
+  std::vector<Wait> waits_;
   std::vector<int64_t> bound_;     // serial of the range behind each storage of the plan
   std::vector<int64_t> deferred_;  // storages that are due but found no room
 };

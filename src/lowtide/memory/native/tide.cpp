@@ -97,6 +97,12 @@ int lt_ranges_stop(int bring_back) {
   return ranges().stop_waiting(bring_back != 0);
 }
 
+// Who is given up first from here on: one of `Order`.
+void lt_order(int order) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().order = static_cast<Order>(order);
+}
+
 void lt_announce(int on) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   ranges().announcing = on != 0;
@@ -277,6 +283,19 @@ int64_t lt_step_end(int64_t* out) {
   out[0] = schedule().operators();
   out[1] = schedule().diverged_at();
   return schedule().end_step();
+}
+
+// The step's waits for storages of its plan: operator, storage, begin and end in ns, whether nobody had asked for it.
+// Returns how many there are; `out` has room for `most` of them.
+int64_t lt_step_waits(int64_t* out, int64_t most) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  const auto& waits = schedule().waits();
+  for (int64_t i = 0; i < std::min<int64_t>(most, waits.size()); ++i) {
+    const Wait& wait = waits[i];
+    int64_t row[] = {wait.op, wait.storage, wait.begin_ns, wait.end_ns, wait.demanded};
+    std::memcpy(out + 5 * i, row, sizeof(row));
+  }
+  return static_cast<int64_t>(waits.size());
 }
 
 void lt_step_abandon() {

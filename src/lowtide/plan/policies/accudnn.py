@@ -13,7 +13,7 @@ samples a second is the best, of those that fit; the learning rate grows with it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 
 ROUNDS = 8
 # An operator that takes less of the step than this is left out of the quality of a fit: clocks do not resolve it.
@@ -48,6 +48,7 @@ class AccUdnn:
             f"gaps with the most slack go first; exposed ones are exchanged in up to {ROUNDS} rounds; where hidden "
             "ones are not enough, others go as well; the tuner is `tune`, a plan is for the batch of its trace"
         ),
+        victims=Order.FURTHEST,
     )
 
     def plan(self, problem: Problem) -> Plan:
@@ -82,11 +83,6 @@ class AccUdnn:
             notes=(f"{hidden} of {len(best)} swaps are short enough to hide",),
             trials=len(tried),
         )
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the furthest next use first: it has the most compute to hide behind."""
-        order = sorted(view.evictable(), key=lambda record: (-view.next_use(record), view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 def _worth(outcome: Outcome, problem: Problem) -> tuple[float, ...]:

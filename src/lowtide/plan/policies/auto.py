@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf, isinf, log2
 
 from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
@@ -21,7 +20,7 @@ from lowtide.plan.policies.belady import furthest_next_use
 from lowtide.plan.policies.capuchin import Capuchin, triggered_earlier
 from lowtide.plan.policies.pooch import Pooch
 from lowtide.plan.policies.swap_all import one_use_ahead
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Order, Runs
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
@@ -39,7 +38,7 @@ class Auto:
 
     name = "auto"
     summary = "swaps the gaps whose transfers hide best and leaves alone what fits (the default)"
-    about = About(family=Family.JOINT, runs=(Runs.REAL, Runs.SIMULATED))
+    about = About(family=Family.JOINT, runs=(Runs.REAL, Runs.SIMULATED), victims=Order.FURTHEST_CHEAPEST)
 
     def plan(self, problem: Problem) -> Plan:
         """Return the fastest plan found, or the best effort if the budget is below the trace's floor."""
@@ -95,19 +94,6 @@ class Auto:
             prediction=prediction,
             notes=(note,),
         )
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the furthest next use first, among similar ones those that cost no write, and then the oldest."""
-        records = view.evictable()
-        now = max((view.last_access(record) for record in records), default=0)
-
-        def order(record: int) -> tuple[float, bool, float, int]:
-            use = view.next_use(record)
-            # Next uses are similar if they are as far away, to a factor of the square root of two.
-            band = inf if isinf(use) else round(2 * log2(max(1.0, use - now)))
-            return (-band, not view.clean(record), -use, view.last_access(record))
-
-        return until_covered(sorted(records, key=order), view, need_bytes)
 
 
 def _learnt(plan: Plan, facts: Sweep) -> Iterator[Plan]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import Candidate, candidates
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.pools import blocks_of, colour
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
@@ -59,6 +59,7 @@ class AutoSwap:
             "taken where larger ones are not enough; no Bayesian search over combined scores; SmartPool's layout is "
             "reported, the allocator places blocks itself"
         ),
+        victims=Order.LARGEST_AREA,
     )
 
     def __init__(
@@ -90,18 +91,6 @@ class AutoSwap:
             notes = [f"swaps {len(swaps)} variables by {self._score}"]
         plan = compose(self.name, problem, swaps, notes=notes, trials=trials)
         return replace(plan, notes=(*plan.notes, _pool(problem.trace, plan)))
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the largest area of absence first: bytes times the time until the next use, as far as it is known."""
-        records = view.evictable()
-        now = max((view.last_access(record) for record in records), default=0)
-        far = max((view.next_use(record) for record in records if view.next_use(record) < np.inf), default=now) + 1
-
-        def area(record: int) -> float:
-            return view.nbytes(record) * (min(view.next_use(record), far) - now)
-
-        order = sorted(records, key=lambda record: (-area(record), view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 def _least_bytes(trace: Trace) -> float:

@@ -6,13 +6,12 @@ time, so neither its writes nor its reads are hidden behind compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Order, Runs
 
 
 class Belady:
@@ -21,7 +20,10 @@ class Belady:
     name = "belady"
     summary = "Belady's MIN: evicts the furthest next use when memory runs out, fetches on demand"
     about = About(
-        family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED), paper="Belady, IBM Systems Journal 5(2), 1966"
+        family=Family.BASELINE,
+        runs=(Runs.REAL, Runs.SIMULATED),
+        paper="Belady, IBM Systems Journal 5(2), 1966",
+        victims=Order.FURTHEST,
     )
 
     def plan(self, problem: Problem) -> Plan:
@@ -29,11 +31,6 @@ class Belady:
         swaps = furthest_next_use(problem)
         prediction = predict(problem, swaps)
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, swaps=swaps, prediction=prediction)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the furthest next use first; where it is unknown or equal, the least recently used."""
-        order = sorted(view.evictable(), key=lambda record: (-view.next_use(record), view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 def furthest_next_use(problem: Problem) -> tuple[Swap, ...]:

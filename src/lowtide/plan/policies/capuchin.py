@@ -16,7 +16,7 @@ begins before SwapInStart; after a step in which the back access had to wait, by
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -30,7 +30,7 @@ from lowtide.plan.auto.mix import Discarding
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
 from lowtide.plan.views.lineage import Lineage, alive_when
 
 # How much earlier a late read is triggered in the next step, as a share of its SwapTime (section 5 of the paper).
@@ -85,10 +85,6 @@ class Capuchin:
         if swaps == plan.swaps:
             return plan
         return replace(plan, swaps=swaps, prediction=facts.run(swaps, plan.recomputes).prediction)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the head of the access list first: the passive mode of the measured step."""
-        return iter(view.oldest(need_bytes))
 
 
 def triggered_earlier(

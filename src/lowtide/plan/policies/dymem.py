@@ -7,12 +7,10 @@ need no special case: at zero it leaves. A gap of the trace begins exactly there
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps
 
 # The largest with which it takes no more memory than vDNN on ResNet, Inception and DenseNet, as its paper reports.
@@ -46,7 +44,3 @@ class Dymem:
         )
         prediction = predict(problem, swaps)
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, swaps=swaps, prediction=prediction)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: their readers were done first."""
-        return iter(view.oldest(need_bytes))

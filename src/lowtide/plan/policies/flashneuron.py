@@ -29,7 +29,7 @@ from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep, link_of
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps, relu_results
 
 # The paper's share of the free memory that is left to saved tensors, and what follows where that does not fit.
@@ -233,10 +233,6 @@ class FlashNeuron:
                     forward_end_s=_forward_end_s(problem.trace),
                     complete=self._complete,
                 )
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: the order of the forward pass."""
-        return iter(view.oldest(need_bytes))
 
 
 def tensors_of(trace: Trace, *, csr: bool, fp16: bool) -> list[Tensor]:

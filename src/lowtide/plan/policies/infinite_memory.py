@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.units import format_bytes
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Order, Runs
 
 
 class InfiniteMemory:
@@ -15,7 +13,7 @@ class InfiniteMemory:
 
     name = "infinite_memory"
     summary = "the bound: nothing is moved, as if memory were endless"
-    about = About(family=Family.BASELINE, runs=(Runs.MODEL,))
+    about = About(family=Family.BASELINE, runs=(Runs.MODEL,), victims=Order.NOTHING)
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions; its prediction may pass the budget, and says so."""
@@ -25,7 +23,3 @@ class InfiniteMemory:
             taken, budget = format_bytes(prediction.peak_bytes), format_bytes(problem.budget_bytes)
             notes = (f"the budget of {budget} is ignored: {taken} are taken",)
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, prediction=prediction, notes=notes)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:  # noqa: ARG002 - the names are the protocol's
-        """Yield nothing: a real step that does not fit fails."""
-        return iter(())

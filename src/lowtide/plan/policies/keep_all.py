@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Order, Runs
 
 
 class KeepAll:
@@ -14,12 +12,8 @@ class KeepAll:
 
     name = "keep_all"
     summary = "moves nothing: the step has to fit as it is"
-    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED))
+    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED), victims=Order.NOTHING)
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions."""
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, prediction=predict(problem, ()))
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:  # noqa: ARG002 - the names are the protocol's
-        """Yield nothing: what does not fit fails."""
-        return iter(())

@@ -11,7 +11,7 @@ it, so nothing has to be executed for that: `aliases` works out who could take w
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.core.plan import Plan, Problem, Swap
@@ -20,7 +20,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps, layers_of, step_at
 
 _STRATEGIES = ("hybrid", "inter", "intra")
@@ -126,7 +126,3 @@ class Layrub:
                 )
             )
         return that_fit(problem, swaps)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: their readers were done first."""
-        return iter(view.oldest(need_bytes))

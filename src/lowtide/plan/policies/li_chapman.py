@@ -26,7 +26,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.unified_memory import paging
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.layers import LayerKind, kind_of
 
 
@@ -103,6 +103,7 @@ class LiChapman:
             "thresholds: a copy is explicit where it is cheaper, reuse is near if memory holds all touched until then; "
             "the compiler's analysis is the recorded step; paged objects are a model and come as a whole when executed"
         ),
+        victims=Order.FURTHEST_NEWEST,
     )
 
     def __init__(self, *, density: Mapping[int, float] | None = None) -> None:
@@ -147,11 +148,6 @@ class LiChapman:
             for index, storage in enumerate(problem.trace.storages)
             if storage.nbytes
         }
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the furthest next use first; where it is unknown or equal, the newest: an old one may be due soon."""
-        order = sorted(view.evictable(), key=lambda record: (-view.next_use(record), -view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 def _touched_bytes(trace: Trace, density: Mapping[int, float]) -> Iterator[int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lowtide.core.plan import Plan, Problem
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Runs
 
 
 class Lru:
@@ -19,7 +17,3 @@ class Lru:
         """Return a plan without decisions or prediction: what moves is only known when it happens."""
         notes = ("reactive: victims are chosen when memory runs out",)
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, notes=notes)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the least recently used first; among equals, those that cost no write."""
-        return iter(view.oldest(need_bytes))

@@ -17,7 +17,6 @@ The paper's other half makes the intermediate results of additive attention agai
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
@@ -26,7 +25,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
 from lowtide.plan.views.layers import crossing_gaps
 from lowtide.plan.views.lineage import Lineage, alive_when
 
@@ -86,10 +85,6 @@ class Meng:
             passes = rewriting.run(self._passes)
         notes.insert(0, f"{passes} passes swap {len(rewriting.swapped)} tensors; {len(recomputes)} are made again")
         return compose(self.name, problem, rewriting.swaps(), recomputes, notes=notes)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: a static rewrite has no answer of its own."""
-        return iter(view.oldest(need_bytes))
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ In all of them a tensor leaves after its earlier use and comes back one operator
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.core.plan import Plan, Problem, Swap
@@ -24,7 +24,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 
 # MindSpore's own constants: the first distance is N over this factor, and none goes below the bound.
 DISTANCE_FACTOR = 3
@@ -75,10 +75,6 @@ class _MindSpore(ABC):
     def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
         """Return what leaves, and notes on how that was decided."""
 
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the largest first: the order in which the generations look for bytes."""
-        return until_covered(sorted(view.evictable(), key=view.nbytes, reverse=True), view, need_bytes)
-
 
 class MindSporeMemReuse(_MindSpore):
     """Swaps what is large and idle for long, and lowers its standards until enough is gone."""
@@ -91,6 +87,7 @@ class MindSporeMemReuse(_MindSpore):
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
         reconstructed=f"both thresholds fall together, in {RETREATS} equal parts of their way",
+        victims=Order.LARGEST,
     )
 
     def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
@@ -124,6 +121,7 @@ class MindSporeOffload(_MindSpore):
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
         reconstructed="the first gap that does not fit ends the keeping; parameters stay, MindSpore moves them too",
+        victims=Order.LARGEST,
     )
 
     def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
@@ -182,6 +180,7 @@ class MindSporeGsm(_MindSpore):
             "a plan has one tier: whether a swap is to host memory or to disk is in its notes and costs the same; "
             "parameters stay, where MindSpore offloads them on request"
         ),
+        victims=Order.LARGEST,
     )
 
     def __init__(self, *, host_bytes: int | None = None) -> None:

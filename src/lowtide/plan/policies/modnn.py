@@ -22,7 +22,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
 from lowtide.plan.views.algorithms import Table, fastest, with_algorithms
 
 # Targets are this share of the way from the floor to the peak apart. They do not depend on the budget: a larger budget
@@ -189,10 +189,6 @@ class Modnn:
         late = lay_out(narrow, facts, chosen, comfort_bytes=target_bytes, margin=0.0)
         judge = Sweep(replace(narrow, budget_bytes=problem.budget_bytes))
         return _Trial(swaps=late, prediction=judge.run(late).prediction, label=label)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the least recently used first."""
-        return iter(view.oldest(need_bytes))
 
 
 def evictions(problem: Problem, trace: Trace, table: Table, *, target_bytes: int) -> tuple[set[Gap], dict[int, int]]:

@@ -10,15 +10,13 @@ leaves, if its next use is not in the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 
 
 class Nnabla:
@@ -35,6 +33,7 @@ class Nnabla:
             "prefetches have no limit of their own but memory; a read asked for once is not cancelled, and the markers "
             "that hold the head back are a look at the memory curve"
         ),
+        victims=Order.FURTHEST,
     )
 
     def __init__(self, *, prefetch_bytes: int | None = None) -> None:
@@ -46,11 +45,6 @@ class Nnabla:
         """Return what the window leaves out, each fetched when the head passes its next use."""
         swaps = _Window(problem, self._prefetch_bytes).swaps()
         return compose(self.name, problem, swaps)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the furthest next use first: it is the first to be outside of a smaller window."""
-        order = sorted(view.evictable(), key=lambda record: (-view.next_use(record), view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 class _Window:

@@ -12,7 +12,7 @@ The predictor plays a step on compute and both directions of the link; copies ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from math import inf
@@ -26,7 +26,7 @@ from lowtide.plan.auto.mix import Discarding, Mix
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 
 # Of L_O, the maps whose copies out take longest are searched exhaustively.
 EXHAUSTIVE_MAPS = 5
@@ -51,6 +51,7 @@ class Pooch:
             "could be gained at most and take each that helps; keeping the latest maps that fit competes"
         ),
         recomputes=True,
+        victims=Order.FURTHEST,
     )
 
     def plan(self, problem: Problem) -> Plan:
@@ -71,11 +72,6 @@ class Pooch:
             f"all swapped would take {format_seconds(search.all_swapped.outcome.prediction.step_s)}",
         )
         return compose(self.name, problem, best.swaps, best.recomputes, notes=notes, trials=search.trials)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the furthest next use first: its copies have the longest to hide."""
-        order = sorted(view.evictable(), key=lambda record: (-view.next_use(record), view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

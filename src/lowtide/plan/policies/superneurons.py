@@ -23,7 +23,7 @@ from lowtide.core.units import format_bytes
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.rerun import Reruns
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
 from lowtide.plan.views.layers import LayerKind, crossing_gaps, kind_of
 from lowtide.plan.views.lineage import Lineage
 
@@ -92,10 +92,6 @@ class SuperNeurons:
             prediction=prediction,
             notes=tuple(notes),
         )
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the least recently used first."""
-        return iter(view.oldest(need_bytes))
 
 
 def largest_need_bytes(trace: Trace) -> int:

@@ -14,8 +14,8 @@ Symbols: SO and SI, what is swapped out and in; an operator is *required* while 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.vdnn import that_fit
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.evictions import evictions
 
 VICTIMS = ("lru", "largest")
@@ -114,9 +114,12 @@ class _Survey:
     """What the four algorithms share."""
 
     name: ClassVar[str]
+    about: About
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        order = Order.LARGEST if settings.victim == "largest" else Order.OLDEST
+        self.about = replace(type(self).about, victims=order)
 
     def plan(self, problem: Problem) -> Plan:
         """Return what leaves when memory runs out, and when it comes back."""
@@ -129,12 +132,6 @@ class _Survey:
         gaps = swap_outs(problem, facts, self._settings, staying=staying)
         notes = (f"not swappable any more: {len(staying)} storages",) if staying else ()
         return compose(self.name, problem, swap_ins(problem, facts, gaps, self._settings), notes=notes)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the least recently used, or the largest, first."""
-        if self._settings.victim == "largest":
-            return until_covered(sorted(view.evictable(), key=view.nbytes, reverse=True), view, need_bytes)
-        return iter(view.oldest(need_bytes))
 
 
 def _about(family: Family, reconstructed: str) -> About:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Runs
 
 
 class SwapAll:
@@ -29,10 +29,6 @@ class SwapAll:
         )
         prediction = predict(problem, swaps)
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, swaps=swaps, prediction=prediction)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: they have waited longest for the link."""
-        return iter(view.oldest(need_bytes))
 
 
 def one_use_ahead(trace: Trace) -> Iterator[tuple[Gap, int]]:

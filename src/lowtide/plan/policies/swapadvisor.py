@@ -10,7 +10,7 @@ a few mutations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -22,7 +22,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 
 POPULATION = 12
 SURVIVORS = 4
@@ -62,6 +62,7 @@ class SwapAdvisor:
             "operators keep their recorded order and memory has no pools of fixed blocks, which are the genes of the "
             "paper: here genes say who leaves and how early it is read; population and generations are far smaller"
         ),
+        victims=Order.FURTHEST,
     )
 
     def __init__(self, *, generations: int = GENERATIONS, seed: int = 0) -> None:
@@ -77,11 +78,6 @@ class SwapAdvisor:
         best, generations, trials = _Evolution(problem, Random(self._seed)).run(self._generations)
         note = f"fittest of {trials} in {generations} generations: {format_seconds(best.prediction.step_s)}"
         return compose(self.name, problem, best.swaps, notes=(note,), trials=trials)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the longest time until the next use first."""
-        order = sorted(view.evictable(), key=lambda record: (-view.next_use(record), view.last_access(record)))
-        return until_covered(order, view, need_bytes)
 
 
 class _Evolution:

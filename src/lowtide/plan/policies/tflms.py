@@ -16,14 +16,14 @@ longer unless it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View, activation_gaps, until_covered
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 
 MEMORY_SHARE = 0.9
 FIRST_AHEAD = 3
@@ -63,6 +63,7 @@ class Tflms:
             "operators run one after another, so a level is an operator's place in the step; all memory is tried where "
             "0.9 of it is too little; synchronous reads are those on demand; tensor ranks are not recorded"
         ),
+        victims=Order.FIRST_THAT_SUFFICES,
     )
 
     def __init__(self, *, knobs: Knobs | None = None) -> None:
@@ -83,12 +84,6 @@ class Tflms:
         ahead = f"{knobs.swapin_ahead} ahead, groups of {knobs.swapin_groupby} levels"
         note = f"threshold {knobs.swapout_threshold}, {ahead}, sync mode {knobs.sync_mode}"
         return compose(self.name, problem, swaps, notes=(note,), trials=trials)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the first tensor that is large enough by itself, or else the oldest ones: the allocator of LMS v3."""
-        records = sorted(view.evictable(), key=view.last_access)
-        alone = next((record for record in records if view.nbytes(record) >= need_bytes), None)
-        return until_covered(records if alone is None else [alone], view, need_bytes)
 
 
 def cut(trace: Trace, knobs: Knobs, *, tier: str = "spill", edges: Sequence[Gap] | None = None) -> tuple[Swap, ...]:

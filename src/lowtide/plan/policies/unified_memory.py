@@ -10,7 +10,7 @@ With hints (`cudaMemPrefetchAsync`) the operands of the next operator come witho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -21,7 +21,7 @@ from lowtide.core.trace import Op
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import link_of
-from lowtide.plan.policy import About, Family, Runs, View
+from lowtide.plan.policy import About, Family, Runs
 from lowtide.plan.views.evictions import evictions
 
 # Memory is followed in at most about so many pieces: pages are gathered to larger ones for that, but counted as pages.
@@ -215,10 +215,6 @@ class UnifiedMemory:
         if problem.trace.ops and problem.trace.peak_bytes > problem.budget_bytes:
             notes.append(_figures(paging(problem)))
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, notes=tuple(notes))
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the least recently used first."""
-        return iter(view.oldest(need_bytes))
 
 
 class UnifiedMemoryHints(UnifiedMemory):

@@ -22,7 +22,7 @@ from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
 from lowtide.plan.views.algorithms import Table, fastest, fastest_within, leanest, with_algorithms
 from lowtide.plan.views.layers import Layer, LayerKind, crossing_gaps, layers_of, step_at
 
@@ -173,10 +173,6 @@ class _Vdnn:
         ),
         adapts=False,
     )
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: the order in which layers would have offloaded."""
-        return iter(view.oldest(need_bytes))
 
     def _static(self, problem: Problem, select: Selection) -> Plan:
         layers = layers_of(problem.trace)

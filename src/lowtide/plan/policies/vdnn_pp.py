@@ -25,7 +25,7 @@ from lowtide.plan.policies.vdnn import (
     offload_none,
     transfers,
 )
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, View
+from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
 from lowtide.plan.views.layers import Layer, LayerKind, layers_of
 
 
@@ -111,7 +111,3 @@ class VdnnPlusPlus:
             gaps = _SELECTIONS[label](problem.trace, layers)
             swaps = transfers(problem, layers, gaps, synchronous=False)
             yield Trial(label=f"offload {label}", swaps=swaps, prediction=predict(problem, swaps))
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the oldest first: the order in which layers would have offloaded."""
-        return iter(view.oldest(need_bytes))

@@ -1,0 +1,26 @@
+"""Who goes first where memory runs out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Order(StrEnum):
+    """Who is given up first when memory runs out although a plan was followed, or where there is none yet."""
+
+    NOTHING = "nothing"
+    """Nobody: what does not fit is refused."""
+    OLDEST = "oldest"
+    """The least recently used."""
+    FURTHEST = "furthest"
+    """The furthest next use; where it is not known or equal, the least recently used."""
+    FURTHEST_NEWEST = "furthest-newest"
+    """The furthest next use; where it is not known or equal, the newest: an old one may be due soon."""
+    FURTHEST_CHEAPEST = "furthest-cheapest"
+    """The furthest next use; among similar ones those that cost no write, and then the oldest."""
+    LARGEST = "largest"
+    """The largest."""
+    LARGEST_AREA = "largest-area"
+    """The largest product of bytes and time until the next use, as far as that is known."""
+    FIRST_THAT_SUFFICES = "first-that-suffices"
+    """The oldest that is large enough by itself; if none is, the oldest ones."""
