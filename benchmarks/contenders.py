@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from benchmarks.jobs import Job
 from benchmarks.models import set_checkpointing
 
-LOWTIDE = ("lowtide", "everything")
+LOWTIDE = ("lowtide", "before")
 _UNREACHED_BYTES = 1 << 40
 _NAIVE_LEAST_BYTES = 1 << 20
 
@@ -43,7 +43,7 @@ def open_session(job: Job, module: nn.Module, optimizer: Optimizer) -> Iterator[
             case "naive":
                 naive = stack.enter_context(NaiveSpill(Path(job.spill), module))
                 session = Session(step=naive.step, moved_bytes=lambda: (naive.written_bytes, naive.read_bytes))
-            case "lowtide" | "everything":
+            case "lowtide" | "before":
                 session = _lowtide(job, module, optimizer, stack)
             case other:
                 raise ValueError(f"unknown contender {other!r}")
@@ -56,11 +56,7 @@ def _lowtide(job: Job, module: nn.Module, optimizer: Optimizer, stack: ExitStack
     import lowtide
 
     assert job.budget_bytes is not None, "Lowtide needs a budget"
-    tide = stack.enter_context(
-        lowtide.fit(
-            module, optimizer, budget=job.budget_bytes, spill=job.spill, everything=job.contender == "everything"
-        )
-    )
+    tide = stack.enter_context(lowtide.fit(module, optimizer, budget=job.budget_bytes, spill=job.spill))
 
     def moved_bytes() -> tuple[int, int]:
         stats: dict[str, Any] = tide.stats()

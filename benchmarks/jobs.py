@@ -21,9 +21,9 @@ _ALLOCATOR_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES")
 class Job:
     """One training in a process of its own.
 
-    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or everything
-    (Lowtide as it moves every tensor by its pages). `count_live`: run under Lowtide's allocator with a budget that is
-    never reached, only to count live bytes; such a run is not timed.
+    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or before
+    (Lowtide from another checkout: `source` is its src directory). `count_live`: run under Lowtide's allocator with a
+    budget that is never reached, only to count live bytes; such a run is not timed.
     """
 
     model: str
@@ -37,6 +37,7 @@ class Job:
     vocabulary: int = 8192
     classes: int = 1000
     scale: int = 1
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def launch(
         if library is None:
             return Answer(facts={}, failure="tcmalloc is not installed (Debian: libtcmalloc-minimal4)")
         environment["LD_PRELOAD"] = library
-    paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    paths = [job.source, str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     try:
         done = subprocess.run(

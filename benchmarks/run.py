@@ -29,12 +29,12 @@ from benchmarks.results import RESULTS_VERSION, Entrant, environment, summary
 
 MODEL_NAMES = ("vgg16", "gpt", "resnet50", "bert")
 MORE_NAMES = ("vgg16_linear", "vgg16_linear_zero_last")
-CONTENDERS = ("stock", "tcmalloc", "lowtide", "unpressed", "everything", "checkpoint", "naive", "kernel_swap")
-# What they are compared with only if somebody asks: Lowtide as it moves every tensor.
-_UNASKED = ("everything",)
+CONTENDERS = ("stock", "tcmalloc", "lowtide", "unpressed", "before", "checkpoint", "naive", "kernel_swap")
+# Only if somebody asks: Lowtide as it was, from another checkout.
+_UNASKED = ("before",)
 # Above the peak by more than what a caching allocator keeps beside it.
 _UNPRESSED_FACTOR = 1.5
-_EXACT = ("stock", "tcmalloc", "lowtide", "everything", "naive")
+_EXACT = ("stock", "tcmalloc", "lowtide", "before", "naive")
 _RIVALS = ("checkpoint", "naive", "kernel_swap")
 
 
@@ -110,10 +110,12 @@ class Comparison:
             budget_bytes = int(static_bytes + share * (peak_bytes - static_bytes))
             if "lowtide" in chosen or "kernel_swap" in chosen:
                 self._enter(f"lowtide@{share:g}", contender="lowtide", share=share, budget_bytes=budget_bytes)
-            if "everything" in chosen:
-                self._enter(f"everything@{share:g}", contender="everything", share=share, budget_bytes=budget_bytes)
+            if "before" in chosen:
+                self._enter(f"before@{share:g}", contender="before", share=share, budget_bytes=budget_bytes)
         if "unpressed" in chosen:
             self._enter("unpressed", contender="lowtide", budget_bytes=int(_UNPRESSED_FACTOR * peak_bytes))
+            if "before" in chosen:
+                self._enter("before unpressed", contender="before", budget_bytes=int(_UNPRESSED_FACTOR * peak_bytes))
         for contender in ("checkpoint", "naive"):
             if contender in chosen:
                 self._enter(contender, contender=contender).counted = self._count(contender)
@@ -179,7 +181,10 @@ class Comparison:
         if entrant.skipped is not None:
             return None
         if entrant.limit_of is None:
-            return launch(replace(self._job, contender=entrant.contender, budget_bytes=entrant.budget_bytes))
+            source = str(self._options.before or "") if entrant.contender == "before" else ""
+            return launch(
+                replace(self._job, contender=entrant.contender, budget_bytes=entrant.budget_bytes, source=source)
+            )
         owner = self._entrants[entrant.limit_of].answers[-1]
         if owner is None or owner.failure is not None:
             return Answer(facts={}, failure=f"no limit to set: {entrant.limit_of} failed in this round")
@@ -257,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--floor", action="store_true", help="also search the smallest budget that works")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "latest.json")
     parser.add_argument("--spill", type=Path, default=None, help="directory on the disk to spill to")
+    parser.add_argument("--before", type=Path, default=None, help="src directory of the checkout to compare with")
     parser.add_argument("--threads", type=int, default=None, help="compute threads; PyTorch's default if not given")
     parser.add_argument("--vocabulary", type=int, default=defaults["vocabulary"], help="words of the GPT")
     parser.add_argument("--classes", type=int, default=defaults["classes"], help="classes of the image models")

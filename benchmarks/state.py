@@ -32,10 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
         job = Job(model=options.model, contender="stock", spill=spill, steps=options.steps, warmup_steps=options.warmup)
         jobs = {"stock": job, "tcmalloc": replace(job, contender="tcmalloc")}
         for text in options.budgets:
-            jobs[f"lowtide {text}"] = replace(job, contender="everything", budget_bytes=parse_bytes(text))
+            jobs[f"lowtide {text}"] = replace(job, contender="lowtide", budget_bytes=parse_bytes(text))
         for _ in range(options.rounds):
             for name, one in jobs.items():
-                if one.contender == "everything" and options.limit:
+                if one.contender == "lowtide" and options.limit:
                     with memory_limit(nbytes=parse_bytes(options.limit)) as prefix:
                         answer = launch(one, prefix=prefix)
                 else:

@@ -74,7 +74,6 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "policy": "lru",
         "verify": True,
         "recompute": True,
-        "everything": False,
         "strict": False,
     }
 

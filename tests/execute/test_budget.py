@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.memory.native import load
 from tests import models
 from tests.bitwise.discard_all import DiscardAll
-from tests.execute.training import NO_PRESSURE_BYTES, Training, digest, need, other_bytes, records
+from tests.execute.training import NO_PRESSURE_BYTES, Training, away_bytes, digest, need, other_bytes
 
 STEPS = 3
 MIB = 2**20
@@ -121,7 +122,6 @@ def test_any_model_under_any_budget_is_exact_and_within_it_or_says_what_is_missi
     message, during_update = "", False
     try:
         with lowtide.fit(training.model, training.optimizer, budget=budget, spill=spill, policy=policy) as tide:
-            tide._runtime._strict = True
             try:
                 for _ in range(STEPS):
                     with tide.step():
@@ -134,7 +134,7 @@ def test_any_model_under_any_budget_is_exact_and_within_it_or_says_what_is_missi
                 during_update = False
             finally:
                 stats: dict[str, Any] = tide.stats()
-                assert stats["peak_reserved_bytes"] <= max(budget, stats["static_bytes"])
+                assert stats["peak_reserved_bytes"] <= budget
     except lowtide.BudgetTooSmall as error:
         assert error.op
         assert error.needed_bytes > error.budget_bytes == budget
@@ -143,7 +143,7 @@ def test_any_model_under_any_budget_is_exact_and_within_it_or_says_what_is_missi
         error.__traceback__ = error.__cause__ = error.__context__ = None
     if share >= 1.05:
         assert not message, "refused what fits"
-    assert records() == 0
+    assert away_bytes() == 0
     assert list(spill.iterdir()) == []
     if during_update:
         return  # an update half done is as lost as it is without Lowtide
@@ -195,7 +195,7 @@ def test_less_than_the_floor_is_refused_with_the_operator_and_its_bytes(
     make: Callable[[], Training], tmp_path: Path
 ) -> None:
     needed = need(make, tmp_path)
-    budget = needed.floor(0.9)
+    budget = needed.floor(0.5)
     training = make()
     with pytest.raises(lowtide.BudgetTooSmall) as raised:
         with lowtide.fit(training.model, training.optimizer, budget=budget, spill=tmp_path) as tide:
@@ -204,12 +204,12 @@ def test_less_than_the_floor_is_refused_with_the_operator_and_its_bytes(
     assert raised.value.needed_bytes > budget
 
 
-def test_a_budget_below_what_exists_already_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_budget_below_what_cannot_leave_is_refused_before_the_first_step(tmp_path: Path) -> None:
     training = Training()
-    held = other_bytes()
-    with pytest.raises(lowtide.BudgetTooSmall, match="that exist take that much already") as raised:
-        lowtide.fit(training.model, budget=held - 1, spill=tmp_path)
-    assert raised.value.needed_bytes == held
+    small = torch.ones(30_000, dtype=torch.uint8)  # less than a range is
+    with pytest.raises(lowtide.BudgetTooSmall, match="exist already and cannot leave take that much") as raised:
+        lowtide.fit(training.model, budget=16 << 10, spill=tmp_path)
+    assert small.nbytes < raised.value.needed_bytes < other_bytes()
     assert list(tmp_path.iterdir()) == []
     torch.empty(MIB)  # no budget is in force any more
     with lowtide.fit(training.model, training.optimizer, budget=NO_PRESSURE_BYTES, spill=tmp_path) as tide:
@@ -223,7 +223,7 @@ def test_a_larger_budget_takes_up_where_a_smaller_one_failed(tmp_path: Path) -> 
     with lowtide.fit(training.model, training.optimizer, budget=needed.share(0.5), spill=tmp_path) as tide:
         training.steps(2, tide.step)
     with pytest.raises(lowtide.BudgetTooSmall):
-        with lowtide.fit(training.model, training.optimizer, budget=needed.share(0.1), spill=tmp_path) as tide:
+        with lowtide.fit(training.model, training.optimizer, budget=needed.floor(0.4), spill=tmp_path) as tide:
             training.steps(1, tide.step)
     training.optimizer.zero_grad()
     with lowtide.fit(training.model, training.optimizer, budget=needed.share(0.7), spill=tmp_path) as tide:
@@ -243,16 +243,19 @@ def test_without_pressure_nothing_moves_at_all(tmp_path: Path) -> None:
 
 
 def test_repeated_steps_map_no_fresh_memory_under_pressure(tmp_path: Path) -> None:
-    needed = need(Training, tmp_path)
-    training = Training()
+    def large() -> Training:
+        return Training(shape=(2048, 128))
+
+    needed = need(large, tmp_path)
+    training = large()
     grown = []
     with lowtide.fit(training.model, training.optimizer, budget=needed.share(0.5), spill=tmp_path) as tide:
         training.steps(6, tide.step)
         # Which block is trimmed depends on when transfers land, so on what else the machine does: the calmest counts.
         while len(grown) < 12 and min(grown, default=needed.peak_bytes) > needed.peak_bytes // 8:
-            before = tide._backend.usage().fresh_bytes
+            before = load().counters().fresh_bytes
             training.steps(6, tide.step)
-            grown.append(tide._backend.usage().fresh_bytes - before)
+            grown.append(load().counters().fresh_bytes - before)
     assert min(grown) <= needed.peak_bytes // 8
 
 

@@ -46,7 +46,7 @@ def managed(
     spill: Spill, needed: Need, *, policy: str | Policy = "auto", **options: Any
 ) -> tuple[dict[str, object], dict[str, Any]]:
     mine = training()
-    budget = needed.floor(1.1)
+    budget = needed.share(0.5)  # what leaves are activations, as a rule
     with lowtide.fit(mine.model, mine.optimizer, budget=budget, spill=spill, policy=policy, **options) as tide:
         mine.steps(STEPS, tide.step)
         stats: dict[str, Any] = tide.stats()

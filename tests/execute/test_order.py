@@ -35,6 +35,8 @@ from lowtide.simulate import simulate
 from tests import models
 from tests.execute.training import Need, Training, need
 
+pytestmark = pytest.mark.usefixtures("by_hooks")
+
 NETS: dict[str, Callable[[], Training]] = {
     "mlp": Training,
     "cnn": lambda: Training(models.cnn, shape=(16, 3, 32, 32)),

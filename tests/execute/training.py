@@ -181,6 +181,13 @@ def records() -> int:
     return load().mover_counters().records
 
 
+def away_bytes() -> int:
+    """Return the bytes that are elsewhere than in memory, or on their way."""
+    gc.collect()
+    counted = load().range_counters()
+    return counted.away + counted.leaving + counted.arriving
+
+
 @dataclass
 class Spy(PlainMedium):
     """A file medium that notes what goes through it; as it is in Python, it hides the descriptors."""

@@ -215,10 +215,10 @@ def test_a_fork_that_trains_is_named(train: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_fit_is_refused_in_one_line(train: Path, tmp_path: Path) -> None:
-    done = lowtide("run", "--budget", "12MiB", "torchrun", "--standalone", "--nproc-per-node", "1", train, cwd=tmp_path)
+    done = lowtide("run", "--budget", "1MiB", "torchrun", "--standalone", "--nproc-per-node", "1", train, cwd=tmp_path)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "cannot run" in line]
-    assert line.startswith("lowtide: rank 0: budget 12.0 MiB ")
+    assert line.startswith("lowtide: rank 0: budget 1.00 MiB ")
 
 
 def test_an_advisory_budget_is_an_error_where_strictness_was_asked_for(train: Path, tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ from lowtide.errors import SpillError
 medium.write_at(0, memoryview(b"parent"))
 pid = os.fork()
 if pid == 0:
+    inherited = bytearray(6)
+    medium.read_at(0, memoryview(inherited))
+    assert inherited == b"parent", inherited
     try:
         medium.write_at(0, memoryview(b"child!"))
     except SpillError as error:

@@ -51,11 +51,6 @@ _EXIT_FAILED = 1
     help="Run operators again instead of moving bytes where the policy finds that cheaper (default: as in its paper).",
 )
 @click.option(
-    "--everything",
-    is_flag=True,
-    help="Move parameters, gradients and optimizer state too: a model trains that is larger than the budget.",
-)
-@click.option(
     "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
 )
 @click.option(
@@ -77,7 +72,6 @@ def command(
     policy: str,
     verify: bool,
     recompute: bool | None,
-    everything: bool,
     strict: bool,
     json_path: Path | None,
     emulate: str | None,
@@ -99,7 +93,6 @@ def command(
       lowtide run --budget 2GiB torchrun --nproc-per-node 2 train.py
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
-      lowtide run --budget 2GiB --everything train_larger_than_memory.py
       lowtide run --budget cuda:0=6GiB,cuda:1=10GiB --spill /fast/disk train.py
       lowtide run --emulate v100 --capacity 2GiB train.py
     """
@@ -129,7 +122,6 @@ def command(
         policy=policy,
         verify=verify,
         recompute=recompute,
-        everything=everything,
         strict=strict,
         quiet=quiet,
         emulate=emulate,
@@ -176,7 +168,6 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
                 policy=settings.policy,
                 verify=settings.verify,
                 recompute=settings.recompute,
-                everything=settings.everything,
                 strict=settings.strict,
                 on_forked_step=forked_step_of(kept),
             )

@@ -27,7 +27,6 @@ class Settings:
     policy: str = "auto"
     verify: bool = False
     recompute: bool | None = None
-    everything: bool = False
     strict: bool = False
     quiet: bool = False
     emulate: str | None = None

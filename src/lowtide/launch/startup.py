@@ -159,7 +159,6 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
             policy=settings.policy,
             verify=settings.verify,
             recompute=settings.recompute,
-            everything=settings.everything,
             strict=settings.strict,
             on_forked_step=forked_step_of(settings),
         )

@@ -66,6 +66,7 @@ class RangeMemory:
         self._pid = os.getpid()
         self._stall_before_s = 0.0
         self._medium_error = ""
+        self._write_failure = ""
         _join_lingering(self.native)
         for medium in self._media.values():
             files = medium.files
@@ -102,11 +103,12 @@ class RangeMemory:
         beyond_bytes = native.shrink()
         native.reset_peaks()
         if beyond_bytes > 0:
+            self.take_errors()
             raise BudgetTooSmall(
                 budget_bytes=budget_bytes,
                 needed_bytes=budget_bytes + beyond_bytes,
                 op="the first step",
-                detail=self._failed_write() or "tensors that exist already and cannot leave take that much",
+                detail=self._write_failure or "tensors that exist already and cannot leave take that much",
             )
 
     def lift(self) -> None:
@@ -186,6 +188,7 @@ class RangeMemory:
             budget_bytes=refusal.budget_bytes,
             needed_bytes=max(refusal.live_bytes + refusal.requested_bytes, floor_bytes),
             op=refusal.what,
+            detail=self._write_failure,
         )
 
     def interruption(self) -> BaseException | None:
@@ -196,11 +199,8 @@ class RangeMemory:
         """Return what has to be raised, and what to warn of: a write that failed, whose bytes stay in memory (R4)."""
         stopped, failed = self.native.take_trouble()
         warning = "" if failed is None else self._write_text(failed)
+        self._write_failure = warning or self._write_failure
         return (None if stopped is None else self._error_of(stopped)), warning
-
-    def _failed_write(self) -> str:
-        _, failed = self.native.take_trouble()
-        return "" if failed is None else self._write_text(failed)
 
     def _write_text(self, failed: Trouble) -> str:
         reason = os.strerror(failed.code) if failed.code < SHORT_READ else "the medium failed"

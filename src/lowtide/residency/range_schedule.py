@@ -38,7 +38,7 @@ class ScheduledStorage:
     """A storage, how the next step recognises it, and where it goes if memory runs out.
 
     `index` is its number in the trace, `serial` the number of a block from before the step; `birth` (op, k) the k-th
-    large allocation after operator `op` has begun. `leaves_again`: it is worth knowing whether it changes before it does.
+    large allocation after operator `op` has begun. `leaves_again`: it is worth knowing whether it changes until then.
     """
 
     index: int

@@ -88,8 +88,10 @@ class FileMedium(PlainMedium):
         return f"FileMedium({', '.join(map(str, self.directories))}; {mode}{'' if self.fds else '; closed'})"
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at `offset`, a multiple of `align_bytes`."""
+        """Write all of `data` at `offset`, a multiple of `align_bytes`. A forked child may only read."""
         self._check(offset)
+        if os.getpid() != self._owner_pid:
+            raise failures.other_process("the spill file", owner_pid=self._owner_pid)
         failures.check_room(offset, data.nbytes, capacity_bytes=self.capacity_bytes)
         for file, position, start, nbytes in self._spans(offset, data.nbytes):
             directory = self.directories[file]
@@ -128,8 +130,6 @@ class FileMedium(PlainMedium):
         failures.check_offset(offset)
         if not self.fds:
             raise failures.closed("the spill file")
-        if os.getpid() != self._owner_pid:
-            raise failures.other_process("the spill file", owner_pid=self._owner_pid)
 
     def _spans(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (file, position in it, start in the view, length) of each run that is contiguous in a file."""

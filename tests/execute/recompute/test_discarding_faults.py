@@ -67,7 +67,7 @@ def test_failed_reads_raise_and_the_next_try_is_exact(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_slow_disk_stays_exact(policy: str, mlp_need: Need, stock: dict[str, object], tmp_path: Path) -> None:
     medium = Latency(FileMedium([tmp_path]), write_s=0.003, read_s=0.003)
-    training, failed, _ = trained(medium, mlp_need.floor(1.2), POLICIES[policy]())
+    training, failed, _ = trained(medium, mlp_need.share(0.4), POLICIES[policy]())
     assert failed == 0
     assert training.result() == stock
 

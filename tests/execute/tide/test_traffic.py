@@ -10,7 +10,8 @@ import lowtide
 from lowtide.core.machine import Link, Machine
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Traffic
-from lowtide.execute.tide import opening
+from lowtide.execute.tide import fit
+from lowtide.execute.tide.cpu import CpuTide
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.policies.swap_all import SwapAll
 from lowtide.tiers import FileMedium
@@ -21,9 +22,8 @@ SAID = Link(write_bytes_per_s=1e12, read_bytes_per_s=1e12)
 
 
 def traffic_of(tide: Tide) -> Traffic:
-    traffic = tide._backend.usage().traffic
-    assert traffic is not None
-    return traffic
+    assert isinstance(tide, CpuTide)
+    return tide.traffic()
 
 
 def test_every_byte_that_moves_is_timed(tmp_path: Path, mlp_need: Need) -> None:
@@ -43,7 +43,7 @@ def test_every_byte_that_moves_is_timed(tmp_path: Path, mlp_need: Need) -> None:
 def test_a_link_that_is_slower_than_was_said_is_seen_as_it_is(
     tmp_path: Path, mlp_need: Need, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "machine_for", lambda _: Machine(name="said", links={SPILL: SAID}))
+    monkeypatch.setattr(fit, "machine_for", lambda _: Machine(name="said", links={SPILL: SAID}))
     read_bytes_per_s, write_bytes_per_s = 5e7, 1e8
     slow = Throttle(FileMedium([tmp_path]), read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=write_bytes_per_s)
     training = Training()
@@ -57,7 +57,7 @@ def test_a_link_that_is_slower_than_was_said_is_seen_as_it_is(
     seen = machine.links[SPILL]
     assert machine.source == "seen"
     for moved, rate in ((traffic.write_waited, write_bytes_per_s), (traffic.read_waited, read_bytes_per_s)):
-        assert moved.nbytes / moved.busy_s < rate * 1.1
+        assert moved.nbytes / moved.busy_s < 2 * rate * 1.1, "both directions at once share the time"
     awaited_s = seen.wait_s(
         seen.write_s(int(traffic.write_waited.nbytes)) + seen.read_s(int(traffic.read_waited.nbytes))
     )

@@ -88,7 +88,7 @@ def test_an_optimizer_larger_than_the_budget_trains_exactly(name: str, form: str
     stock = training(name, form)
     train(*stock, nullcontext)
     managed = training(name, form)
-    with lowtide.fit(*managed, budget="2MiB", spill=tmp_path, policy="lru", everything=True) as tide:
+    with lowtide.fit(*managed, budget="2MiB", spill=tmp_path, policy="lru") as tide:
         train(*managed, tide.step)
         stats = tide.stats()
     assert stats["peak_reserved_bytes"] <= stats["budget_bytes"] < stats["static_bytes"]

@@ -311,14 +311,17 @@ class CpuTide(Tide):
 
     def machine_seen(self, device: str | None = None) -> Machine:
         self._check_device(device)
+        links = {**self._machine.links, SPILL: link_seen(self._machine.links[SPILL], self.traffic())}
+        return replace(self._machine, links=links, source="seen")
+
+    def traffic(self) -> Traffic:
+        """Return what has moved so far, and how long that took."""
         meter = iter(self._memory.native.range_meter())
         write, read, write_waited, read_waited = (
             Moved(nbytes=nbytes, transfers=transfers, busy_s=busy_ns * 1e-9)
             for nbytes, transfers, busy_ns in zip(meter, meter, meter, strict=True)
         )
-        traffic = Traffic(write=write, read=read, write_waited=write_waited, read_waited=read_waited)
-        links = {**self._machine.links, SPILL: link_seen(self._machine.links[SPILL], traffic)}
-        return replace(self._machine, links=links, source="seen")
+        return Traffic(write=write, read=read, write_waited=write_waited, read_waited=read_waited)
 
     @property
     def memory(self) -> RangeMemory:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from lowtide import registry
-from lowtide.errors import BadArgument
+from lowtide.errors import BadArgument, NativeUnavailable
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.links import machine_for
 from lowtide.execute.tide.cpu import CpuTide
@@ -19,7 +19,7 @@ from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend, 
 from lowtide.execute.tide.tide import Tide
 from lowtide.memory import ranges
 from lowtide.memory.budget import BudgetLike, Budgets, check_ranks
-from lowtide.plan.policy import Policy
+from lowtide.plan.policy import ChoosesVictims, Policy
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.open import Spill, open_medium
 
@@ -35,7 +35,6 @@ def fit(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
-    everything: bool = False,
 ) -> Tide:
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
@@ -45,9 +44,7 @@ def fit(
     `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
     keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
     operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
-    torch.compile, where that is not possible, it swaps). `everything`: move every tensor, parameters, gradients and
-    optimizer state too, by their pages: a model trains whose state is larger than the budget (CPU, without
-    recomputation). `model` and `optimizer` (one, several or none) are not
+    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
     changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
@@ -60,7 +57,6 @@ def fit(
         policy=policy,
         verify=verify,
         recompute=recompute,
-        everything=everything,
     )
 
 
@@ -73,7 +69,6 @@ def open_tide(
     policy: str | Policy,
     verify: bool,
     recompute: bool | None = None,
-    everything: bool = False,
     moves_nothing: bool = False,
 ) -> Tide:
     """Return a tide for a training, as `fit` explains; `moves_nothing`: it only watches."""
@@ -88,8 +83,7 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
-    if everything:
-        _check_everything(devices, registry.policy(policy), recompute)
+    if devices == (None,) and not moves_nothing and _moves_pages(registry.policy(policy), recompute):
         return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
     with ExitStack() as opened:
         tides = []
@@ -111,15 +105,15 @@ def open_tide(
     return tide
 
 
-def _check_everything(devices: Sequence[torch.device | None], policy: Policy, recompute: bool | None) -> None:
-    """Raise `BadArgument` where not every tensor can be moved."""
-    if tuple(devices) != (None,):
-        raise BadArgument("everything moves on the CPU only: the model is on an accelerator, where activations do")
-    if policy.about.recomputes if recompute is None else recompute:
-        raise BadArgument(
-            f"policy {policy.name!r} runs operators again, and everything moves only by swapping so far: "
-            "pass recompute=False, or another policy"
-        )
+def _moves_pages(policy: Policy, recompute: bool | None) -> bool:
+    """Tell whether every tensor's pages can move on the CPU: natively, so by swapping in an order that has a name."""
+    if isinstance(policy, ChoosesVictims) or (policy.about.recomputes if recompute is None else recompute):
+        return False
+    try:
+        ranges.check_available()
+    except NativeUnavailable:
+        return False
+    return True
 
 
 def _on_pages(
@@ -131,14 +125,14 @@ def _on_pages(
     policy: str | Policy,
     verify: bool,
 ) -> Tide:
-    ranges.check_available()  # before anything is opened that whoever comes next needs
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
     name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
     try:
         refuse_lossy(medium)
         machine = machine_for(medium)
         least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
-        memory = ranges.RangeMemory({SPILL: medium}, least_bytes=least_bytes, verify=verify)
+        order = registry.policy(policy).about.victims
+        memory = ranges.RangeMemory({SPILL: medium}, least_bytes=least_bytes, order=order, verify=verify)
     except BaseException:
         medium.close()
         raise

@@ -1,8 +1,8 @@
 """When a step is worth recording, and when a recorded one is worth a plan.
 
-The first step of a kind is planned at once; the second is recorded again, because only then does the optimizer's state
-exist, is the allocator warm, and do operators take the time they will go on taking. A step that matched no plan is
-planned once it repeats (R8).
+The first step of a training is planned at once, and so is the next kind of step: the first one makes the optimizer's
+state, and is like no other. Each kind is recorded twice, because only then is the allocator warm, and do operators take
+the time they will go on taking. Any further kind is planned once it repeats (R8).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 _RECORDINGS = 2
+# Kinds of step that are planned before they repeat.
+_AT_ONCE = 2
 # Steps to record after one that matched no plan.
 _ALERT_STEPS = 8
 
@@ -33,7 +35,7 @@ class Learning:
 
     def is_worth_planning(self, signature: Hashable, *, followed: bool) -> bool:
         """Tell whether a step that was recorded is to be planned; `followed`: it followed a plan to its end."""
-        repeats = not self._recorded or hash(signature) in self._seen
+        repeats = len(self._recorded) < _AT_ONCE or hash(signature) in self._seen
         return self._recorded.get(signature, 0) < _RECORDINGS and (repeats or followed)
 
     def planned(self, signature: Hashable) -> None:

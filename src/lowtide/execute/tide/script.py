@@ -81,7 +81,6 @@ def inside(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
-    everything: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
 ) -> Iterator[Run]:
@@ -98,7 +97,6 @@ def inside(
         policy=policy,
         verify=verify,
         recompute=recompute,
-        everything=everything,
     ) as tide:
         if strict and not tide.stats()["budget_exact"]:
             raise BadArgument(
@@ -122,7 +120,6 @@ def run_script(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
-    everything: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
 ) -> dict[str, object]:
@@ -136,7 +133,6 @@ def run_script(
         policy=policy,
         verify=verify,
         recompute=recompute,
-        everything=everything,
         strict=strict,
         on_forked_step=on_forked_step,
     ) as run:

@@ -6,8 +6,8 @@
 
 namespace lowtide {
 
-// Guarded by the movers' lock. Chunks share the time in which several are under way; where both directions are, which is
-// seldom, it is a read's.
+// Guarded by the movers' lock. Chunks share the time in which several are under way; where both directions are, each has half
+// of it.
 class Meter {
  public:
   enum Kind : int { kWrite = 0, kRead = 1, kWriteWaited = 2, kReadWaited = 3, kKinds = 4 };
@@ -60,7 +60,10 @@ class Meter {
  private:
   void tick() {
     int64_t now = now_ns();
-    if (reads_ + writes_ > 0) clocks_[(reads_ > 0 ? kRead : kWrite) + (waiting_ > 0 ? 2 : 0)] += now - last_;
+    int64_t passed = now - last_, half = reads_ > 0 && writes_ > 0 ? passed / 2 : passed;
+    int at_wait = waiting_ > 0 ? 2 : 0;
+    if (reads_ > 0) clocks_[kRead + at_wait] += half;
+    if (writes_ > 0) clocks_[kWrite + at_wait] += half;
     last_ = now;
   }
 

@@ -404,7 +404,7 @@ void lt_log_start() {
   logging = true;
   if (!touching) return;
   std::lock_guard<std::mutex> guard(pages().mutex);
-  ranges().each([](Range* range) { log_event(Event::kExists, range->serial, range->bytes); });
+  ranges().each([](Range* range) { log_event(Event::kExists, range->serial, range->block); });
 }
 
 // When the running step's first operator began that autograd follows, by the clock of the log; 0: none has.

@@ -25,6 +25,7 @@ struct Slot {
 struct Range {
   char* start = nullptr;
   int64_t bytes = 0;   // whole pages
+  int64_t block = 0;   // of the block that they belong to: more, for foreign memory
   int64_t serial = 0;  // 0: not a range any more
   Place place = Place::kHere;
   bool dirty = true;        // changed since its slot was written, or never written
@@ -35,7 +36,8 @@ struct Range {
   bool stuck = false;       // a write of it failed, or its pages cannot be moved: it stays (R4)
   bool crowded_out = false; // its tier was full: it stays until a slot comes free
   bool summed = false;      // `checksum` is that of its slot
-  int lost = 0;             // why its bytes could not be read back, or 0
+  int lost = 0;             // why its bytes could not be read back, or 0: see Note [Lost]
+  bool filled = false;      // it has pages, and nothing of its own in them
   int32_t leave_tier = 0;
   int pins = 0;             // operators that use it now, and those it was lent to
   int64_t last_touch = 0;   // by the clock of touches

@@ -35,7 +35,7 @@ Range* Ranges::add(char* start, int64_t bytes, int64_t serial) {
   unused_.pop_back();
   *range = Range{};
   range->start = range->data = start;
-  range->bytes = bytes;
+  range->bytes = range->block = bytes;
   range->serial = serial;
   range->last_touch = ++clock;
   range->by_age = by_age_.insert(by_age_.end(), range);
@@ -83,6 +83,7 @@ Range* Ranges::adopt(char* data, int64_t bytes) {
   range->data = data;
   by_data_.emplace(data, range);
   range->foreign = true;
+  range->block = bytes;
   range->tracked = true;
   counters.reserved += length;
   raise_to(counters.peak_reserved, counters.reserved.load());
@@ -121,6 +122,7 @@ void Ranges::touch(Range* range, bool writes) {
 
 void Ranges::unpin(Range* range) {
   if (--range->pins > 0) return;
+  if (range->filled && !range->lost) unfill(range);
   if (range->leave_asked) {
     range->leave_asked = false;
     if (may_leave(range)) leave(range, range->leave_tier);
@@ -197,6 +199,7 @@ void Ranges::begin_read(Range* range, char* pages, bool urgent) {
   counted.arriving += range->bytes;
   count_live(range->bytes);
   transfer_began(range->bytes);
+  transfer->awaited = urgent;
   if (urgent)
     reads_.push_front(transfer);
   else
@@ -205,6 +208,7 @@ void Ranges::begin_read(Range* range, char* pages, bool urgent) {
 }
 
 void Ranges::hurry(Transfer* transfer) {
+  transfer->awaited = true;
   auto found = std::find(reads_.begin(), reads_.end(), transfer);
   if (found == reads_.end() || found == reads_.begin()) return;
   reads_.erase(found);
@@ -463,11 +467,31 @@ void Ranges::fill_lost(Range* range) {
   pages().trim_for(range->bytes);
   char* room = pages().take_beyond_budget(range->bytes);
   if (!room) std::abort();
+  std::memset(room, 0xFF, range->bytes);
   count_live(range->bytes);
   note_trouble({range->lost, false, range->bytes, range->slot.tier});
-  range->lost = 0;
-  range->dirty = range->writable = true;
+  range->filled = range->writable = true;
   settle(range, room);
+}
+
+void Ranges::unfill(Range* range) {
+  char* ones = pages().detach(range->start, range->bytes, range->writable);
+  if (!ones) return;  // out of mappings: it keeps them, and is lost
+  range->filled = range->dirty = false;
+  range->writable = true;
+  range->place = Place::kAway;
+  counters.live -= range->bytes;
+  pages().keep_merged(ones, range->bytes);
+}
+
+void Ranges::forget_trouble() {
+  trouble_ = failed_write_ = Trouble{};
+  troubled = false;
+  for (Range* range : by_age_) {
+    if (!range->lost || range->slot.offset < 0) continue;
+    range->lost = 0;
+    if (range->filled && range->pins == 0) unfill(range);
+  }
 }
 
 void Ranges::leave_all() {
@@ -498,7 +522,11 @@ void Ranges::work() {
     int error = skip ? 0 : tier.move(transfer->write, data + at, n, transfer->slot.offset + at);
     guard.lock();
     if (!tier.call) --transferring_;
-    meter.end(transfer->write, begun, n, static_cast<double>(n) / static_cast<double>(transfer->bytes));
+    int64_t done = skip || error ? 0 : n;
+    meter.end(transfer->write, begun, done, static_cast<double>(done) / static_cast<double>(transfer->bytes));
+    (transfer->write ? counted.written : counted.read) += done;  // cancelled or not: the tier has had the traffic
+    Tier& moved = tiers[transfer->slot.tier];
+    (transfer->write ? moved.written_bytes : moved.read_bytes) += done;
     idle_.notify_all();
     if (error && !transfer->error) transfer->error = error;
     if (--transfer->pending == 0 && transfer->issued == transfer->bytes) finish(transfer, guard);
@@ -562,8 +590,6 @@ void Ranges::finish_write(Transfer* transfer) {
     settle(range, transfer->data);
     return;
   }
-  counted.written += transfer->bytes;
-  tiers[transfer->slot.tier].written_bytes += transfer->bytes;
   range->place = Place::kAway;
   counters.live -= range->bytes;
   pages().keep_merged(transfer->data, transfer->bytes);
@@ -574,15 +600,15 @@ void Ranges::finish_read(Transfer* transfer) {
   range->transfer = nullptr;
   counted.arriving -= transfer->bytes;
   if (transfer->error) {
-    note_trouble({transfer->error, false, transfer->bytes, transfer->slot.tier});
-    range->lost = transfer->error;
+    if (transfer->awaited) {
+      note_trouble({transfer->error, false, transfer->bytes, transfer->slot.tier});
+      range->lost = transfer->error;
+    }
     range->place = Place::kAway;
     counters.live -= range->bytes;
     pages().keep_merged(transfer->data, transfer->bytes);
     return;
   }
-  counted.read += transfer->bytes;
-  tiers[transfer->slot.tier].read_bytes += transfer->bytes;
   if (range->tracked && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
     range->writable = false;
     range->dirty = false;
@@ -620,6 +646,10 @@ int Ranges::stop_waiting(bool bring_back) {
   int error = 0;
   std::unique_lock<std::mutex> guard(pages().mutex);
   ending_ = true;  // first: what came back must not leave again while the rest is read
+  Trouble told = trouble_, kept = failed_write_;
+  forget_trouble();  // what was lost is read once more
+  if (told.code) note_trouble(told);
+  failed_write_ = kept;
   std::vector<std::pair<Range*, int64_t>> all;
   for (Range* range : by_age_) all.emplace_back(range, range->serial);
   for (auto [range, serial] : all) {

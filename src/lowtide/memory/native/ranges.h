@@ -18,6 +18,11 @@
 // Note [Children]: a forked child serves its faults from the slots that existed at the fork, through the descriptors it
 // inherited. While it lives, those slots are neither written again nor given to others. It holds one end of a pipe; when
 // that is closed, the child is gone. The child never writes to a tier of its parent's; it may start tiers of its own.
+//
+// Note [Lost]: a read that fails while somebody waits for it is raised, and its slot stays: as soon as the error has been
+// told, the next touch reads again. Whoever cannot be refused (a fault) gets pages full of ones meanwhile, which are NaN
+// in every floating type; they never leave, and go when the error has been told. A read ahead of its use that fails is
+// nobody's concern: its use reads again.
 #pragma once
 #include "meter.h"
 #include "pages.h"
@@ -58,6 +63,7 @@ struct Transfer {
   bool cancelled = false;  // its range is gone, or has its pages back
   bool recalled = false;   // its range wants the pages back once nobody reads them
   bool summing = false;    // a checksum is being made of its pages
+  bool awaited = false;    // somebody cannot go on without it
   int64_t issued = 0;
   int pending = 0;
   int error = 0;
@@ -133,7 +139,7 @@ class Ranges {
 
   // Start to give a range's pages up; false if that is not possible now.
   bool leave(Range* range, int32_t tier);
-  // Give a lost range pages all the same: whoever touches it must not crash, and the error is raised before anything else.
+  // Give a lost range pages all the same: see Note [Lost].
   void fill_lost(Range* range);
   // Start to free `need` bytes, the best first; returns what is free or on its way.
   // `at_fault`: see Note [Grace].
@@ -146,7 +152,7 @@ class Ranges {
     // Of another allocator's block only the whole pages are ours: a little less than it.
     int64_t least = range->foreign ? least_bytes / 2 : least_bytes;
     return range->place == Place::kHere && range->pins == 0 && !range->stuck && !range->crowded_out &&
-        range->bytes >= least;
+        range->bytes >= least && !range->filled;
   }
 
   bool is_clean(const Range* range) const {
@@ -183,10 +189,8 @@ class Ranges {
   const Trouble& failed_write() const {
     return failed_write_;
   }
-  void forget_trouble() {
-    trouble_ = failed_write_ = Trouble{};
-    troubled = false;
-  }
+  // The trouble has been told: what was lost may be read again.
+  void forget_trouble();
   uint64_t epoch() const {
     return epoch_;
   }
@@ -203,7 +207,7 @@ class Ranges {
   }
 
  private:
-  void detached(Range* range, char* pages);
+  void unfill(Range* range);
   void finish(Transfer* transfer, std::unique_lock<std::mutex>& guard);
   void finish_write(Transfer* transfer);
   void finish_read(Transfer* transfer);

@@ -34,7 +34,7 @@ void delete_adopted(void* context) {
   auto* adopted = static_cast<Adopted*>(context);
   {
     std::lock_guard<std::mutex> guard(pages().mutex);
-    if (logging.load(std::memory_order_relaxed)) log_event(Event::kFree, adopted->range->serial, adopted->range->bytes);
+    if (logging.load(std::memory_order_relaxed)) log_event(Event::kFree, adopted->range->serial, adopted->range->block);
     ranges().disown(adopted->range);
   }
   delete adopted;

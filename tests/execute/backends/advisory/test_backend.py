@@ -45,6 +45,7 @@ def without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise NativeUnavailable(REASON)
 
     monkeypatch.setattr("lowtide.execute.backends.cpu.backend.load", unavailable)
+    monkeypatch.setattr("lowtide.memory.ranges.load", unavailable)
     said = threading.Event()
     said.set()
     monkeypatch.setattr(advisory, "_warned", said)  # one test is about the warning; the others need none

@@ -11,7 +11,7 @@ import pytest
 
 import lowtide
 from lowtide.core.trace import Reach
-from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.errors import BudgetTooSmall
 from lowtide.execute.tide.cpu import CpuTide
 from tests.bitwise.harness import WORKLOADS, stock
 from tests.bitwise.record import Record, assert_identical
@@ -28,9 +28,7 @@ def train(name: str, *, budget_bytes: int, spill: Path, policy: str = "auto", on
     """Return what a training computed with everything on the move, its figures, and the floor of its steps."""
     workload, record, floors = build(WORKLOADS[name]), Record(), []
     optimizers = workload.optimizers[0] if len(workload.optimizers) == 1 else workload.optimizers
-    with lowtide.fit(
-        workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy, everything=True
-    ) as tide:
+    with lowtide.fit(workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy) as tide:
         assert isinstance(tide, CpuTide)
         native = tide.memory.native
         native.stress(one_in, 11)
@@ -109,10 +107,3 @@ def test_a_budget_below_one_operator_is_refused_and_nothing_is_lost(tmp_path: Pa
     assert refused.value.needed_bytes > refused.value.budget_bytes
     record, _, _ = train("cnn", budget_bytes=2 * floor_bytes, spill=tmp_path)
     assert_identical(stock("cnn"), record)
-
-
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadArgument, match="runs operators again"):
-        lowtide.fit(budget="1GiB", spill=tmp_path, policy="dtr", everything=True)
-    with pytest.raises(BadArgument, match="does not keep what it is given"):
-        lowtide.fit(budget="1GiB", spill="null:", everything=True)
