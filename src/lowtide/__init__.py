@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError, SpillFull
 
 if TYPE_CHECKING:
+    from lowtide.execute.tide.creation import init
     from lowtide.execute.tide.fit import fit
     from lowtide.execute.tide.recording import capture_model, capture_script, capture_step
+    from lowtide.execute.tide.serving import serve
     from lowtide.execute.tide.tide import Tide
 
 __version__ = "0.1.0"
@@ -39,6 +41,8 @@ __all__ = [
     "capture_script",
     "capture_step",
     "fit",
+    "init",
+    "serve",
 ]
 
 # Where each of those is that need torch, which takes a second to import: the command line and the planner do without.
@@ -48,6 +52,8 @@ _WITH_TORCH = {
     "capture_script": "lowtide.execute.tide.recording",
     "capture_step": "lowtide.execute.tide.recording",
     "fit": "lowtide.execute.tide.fit",
+    "init": "lowtide.execute.tide.creation",
+    "serve": "lowtide.execute.tide.serving",
 }
 
 

@@ -74,6 +74,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "policy": "lru",
         "verify": True,
         "recompute": True,
+        "serve": False,
         "strict": False,
     }
 

@@ -73,7 +73,7 @@ def test_actions_happen_at_their_operators(opened: Opened) -> None:
     native.settle()
     assert engine.place(x) is Place.HERE
     small.neg_()
-    assert native.step_end() == (plan, 4, None)
+    assert native.step_end() == (plan, 4, None, False)
     assert engine.counted.faults == 0
     assert torch.equal(x, pattern(MIB))
 
@@ -189,7 +189,7 @@ def test_a_plan_with_the_same_beginning_takes_over(opened: Opened) -> None:
     engine.native.settle()
     assert engine.place(x) is Place.AWAY
     assert engine.place(made) is Place.AWAY
-    assert engine.native.step_end() == (numbers[1], 3, 1)
+    assert engine.native.step_end() == (numbers[1], 3, 1, False)
 
 
 def filled_without_operators(nbytes: int) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_a_step_that_diverges_goes_on_without_a_plan(opened: Opened, way: str) -
         small.neg_()
     if way == "longer":
         small.neg_()
-    followed, operators, diverged = engine.native.step_end()
+    followed, operators, diverged, resized = engine.native.step_end()
     assert followed is None
     assert (operators, diverged) == {
         "name": (2, 1),
@@ -222,7 +222,9 @@ def test_a_step_that_diverges_goes_on_without_a_plan(opened: Opened, way: str) -
         "shorter": (1, None),
     }[way]
     engine.native.settle()
-    assert engine.place(x) is (Place.AWAY if way == "longer" else Place.HERE)
+    assert resized == (way == "size")
+    # A block of another size is not the plan's; the rest of the plan is followed.
+    assert engine.place(x) is (Place.AWAY if way in ("longer", "size") else Place.HERE)
     assert torch.equal(x, pattern(MIB))
     assert made.nbytes >= MIB
 
@@ -397,7 +399,7 @@ def test_operators_of_other_threads_are_not_the_steps(opened: Opened) -> None:
     thread.start()
     thread.join(PATIENCE_S)
     small.neg_()
-    assert engine.native.step_end() == (plan, 2, None)
+    assert engine.native.step_end() == (plan, 2, None, False)
 
 
 # ---- whatever a plan says, the step is exact ----

@@ -50,6 +50,7 @@ _EXIT_FAILED = 1
     default=None,
     help="Run operators again instead of moving bytes where the policy finds that cheaper (default: as in its paper).",
 )
+@click.option("--serve", is_flag=True, help="SCRIPT only infers: each call of its model is a step.")
 @click.option(
     "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
 )
@@ -72,6 +73,7 @@ def command(
     policy: str,
     verify: bool,
     recompute: bool | None,
+    serve: bool,
     strict: bool,
     json_path: Path | None,
     emulate: str | None,
@@ -93,6 +95,7 @@ def command(
       lowtide run --budget 2GiB torchrun --nproc-per-node 2 train.py
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
+      lowtide run --budget 4GiB --serve generate.py
       lowtide run --budget cuda:0=6GiB,cuda:1=10GiB --spill /fast/disk train.py
       lowtide run --emulate v100 --capacity 2GiB train.py
     """
@@ -122,6 +125,7 @@ def command(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        serve=serve,
         strict=strict,
         quiet=quiet,
         emulate=emulate,
@@ -168,6 +172,7 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
                 policy=settings.policy,
                 verify=settings.verify,
                 recompute=settings.recompute,
+                serve=settings.serve,
                 strict=settings.strict,
                 on_forked_step=forked_step_of(kept),
             )

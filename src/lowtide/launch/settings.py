@@ -27,6 +27,7 @@ class Settings:
     policy: str = "auto"
     verify: bool = False
     recompute: bool | None = None
+    serve: bool = False
     strict: bool = False
     quiet: bool = False
     emulate: str | None = None

@@ -159,6 +159,7 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
             policy=settings.policy,
             verify=settings.verify,
             recompute=settings.recompute,
+            serve=settings.serve,
             strict=settings.strict,
             on_forked_step=forked_step_of(settings),
         )

@@ -67,7 +67,8 @@ class RangeMemory:
         self._stall_before_s = 0.0
         self._medium_error = ""
         self._write_failure = ""
-        _join_lingering(self.native)
+        self._wanted_back = False
+        self._inherited = _take_over(self.native)
         for medium in self._media.values():
             files = medium.files
             self.native.tier_add(
@@ -253,19 +254,25 @@ class RangeMemory:
         Where there is not enough memory for all of it, the rest stays away and inside the budget, and comes back as it
         is touched, until it is freed or a later `close` finds room.
         """
-        global _lingering
         if os.getpid() != self._pid:
             return  # a forked child has no movers and no budget; the spill is its parent's
-        if self._lent is not None:
-            self._lent.off()
-            self._lent = None
         if self.usage().counted.away > _room_bytes():
-            _lingering = self
+            self.linger(wanted_back=True)
             return
         self._stop()
 
+    def linger(self, *, wanted_back: bool = False) -> None:
+        """Stay inside the budget until another memory takes the ranges over.
+
+        `wanted_back`: that one brings everything back first where there is room for it by then.
+        """
+        global _lingering
+        self._wanted_back = wanted_back
+        _lingering = self
+
     def _stop(self) -> None:
         native = self.native
+        self._lend_no_more()
         self._loader_workers.off()
         native.touch(0)
         native.observe(0)
@@ -275,17 +282,24 @@ class RangeMemory:
         finally:
             native.set_foreign(0)
             native.uninstall()
-            for medium in self._media.values():
+            for medium in (*self._media.values(), *self._inherited):
                 medium.close()
         if code:
             raise self._error_of(Trouble(code=code, nbytes=0, tier=self.first_tier))
 
-    def release(self) -> bool:
-        """Close what lingers if there is room for it now; False if there is not."""
-        if self.usage().counted.away > _room_bytes():
-            return False
-        self._stop()
-        return True
+    def _lend_no_more(self) -> None:
+        if self._lent is not None:
+            self._lent.off()
+            self._lent = None
+
+    def give_over(self) -> tuple[Medium, ...]:
+        """Leave the ranges to another memory; return the media that they may be on, which it closes from here on."""
+        if self._wanted_back and self.usage().counted.away <= _room_bytes():
+            self._stop()
+            return ()
+        self._lend_no_more()
+        self._loader_workers.off()
+        return (*self._media.values(), *self._inherited)
 
 
 def check_available() -> None:
@@ -293,19 +307,19 @@ def check_available() -> None:
     load()
 
 
-# A memory whose tide was closed while there was no room for all that was away.
+# A memory whose tide was closed while there was no room for all that was away, or that a model was made in.
 _lingering: RangeMemory | None = None
 
 
-def _join_lingering(native: Native) -> None:
-    """Make way for another memory: one that lingers is closed, or shares its ranges with the new one."""
+def _take_over(native: Native) -> tuple[Medium, ...]:
+    """Make way for another memory: one that lingers is closed, or leaves its ranges and their media to the new one."""
     global _lingering
     if not native.ranges_running():
-        return
+        return ()
     if _lingering is None:
         raise BadArgument("another tide is open in this process: close it before opening a second one")
-    if _lingering.release():
-        _lingering = None
+    lingering, _lingering = _lingering, None
+    return lingering.give_over()
 
 
 def _room_bytes() -> int:

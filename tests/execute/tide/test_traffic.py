@@ -10,7 +10,7 @@ import lowtide
 from lowtide.core.machine import Link, Machine
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Traffic
-from lowtide.execute.tide import fit
+from lowtide.execute.tide import opening
 from lowtide.execute.tide.cpu import CpuTide
 from lowtide.execute.tide.tide import Tide
 from lowtide.plan.policies.swap_all import SwapAll
@@ -43,7 +43,7 @@ def test_every_byte_that_moves_is_timed(tmp_path: Path, mlp_need: Need) -> None:
 def test_a_link_that_is_slower_than_was_said_is_seen_as_it_is(
     tmp_path: Path, mlp_need: Need, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "machine_for", lambda _: Machine(name="said", links={SPILL: SAID}))
+    monkeypatch.setattr(opening, "machine_for", lambda _: Machine(name="said", links={SPILL: SAID}))
     read_bytes_per_s, write_bytes_per_s = 5e7, 1e8
     slow = Throttle(FileMedium([tmp_path]), read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=write_bytes_per_s)
     training = Training()

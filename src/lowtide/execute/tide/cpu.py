@@ -143,7 +143,7 @@ class CpuTide(Tide):
 
     def end_step(self) -> None:
         self._inside = False
-        followed, _, _ = self._memory.native.step_end()
+        ended = self._memory.native.step_end()
         self._step_s.append(time.perf_counter() - self._started)
         self._strangers = max(self._strangers, self._memory.native.take_strangers())
         usage = self._memory.usage()
@@ -154,7 +154,7 @@ class CpuTide(Tide):
         except BaseException:
             self._recorder.cancel()
             raise
-        self._learn(followed)
+        self._learn(ended.plan, resized=ended.resized)
 
     def abandon_step(self) -> None:
         self._inside = False
@@ -162,8 +162,8 @@ class CpuTide(Tide):
         self._recorder.cancel()
         self._memory.take_errors()
 
-    def _learn(self, followed: int | None) -> None:
-        """Learn from the step that has ended, and plan the next."""
+    def _learn(self, followed: int | None, *, resized: bool) -> None:
+        """Learn from the step that has ended, and plan the next; `resized`: it was a known one in another size."""
         signature = None if followed is None else self._signature_of[followed]
         if self._recorder.recording:
             recorded = self._recorder.stop()
@@ -180,7 +180,7 @@ class CpuTide(Tide):
             followed = self._revise(signature) or followed
         if followed is not None:
             self._next_plan = followed
-        self._learning.ended(signature, followed=followed is not None)
+        self._learning.ended(signature, followed=followed is not None, resized=resized)
 
     def _planned(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
         problem = Problem(

@@ -10,18 +10,16 @@ import torch
 
 from lowtide import registry
 from lowtide.errors import BadArgument, NativeUnavailable
-from lowtide.estimate.calibrate import SPILL
-from lowtide.estimate.links import machine_for
 from lowtide.execute.tide.cpu import CpuTide
 from lowtide.execute.tide.device import DeviceTide
 from lowtide.execute.tide.fleet import Fleet
-from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend, refuse_lossy
+from lowtide.execute.tide.opening import budgets_for, devices_of, open_backend, open_ranges
 from lowtide.execute.tide.tide import Tide
 from lowtide.memory import ranges
 from lowtide.memory.budget import BudgetLike, Budgets, check_ranks
 from lowtide.plan.policy import ChoosesVictims, Policy
 from lowtide.tiers.medium import Medium
-from lowtide.tiers.open import Spill, open_medium
+from lowtide.tiers.open import Spill
 
 T = TypeVar("T")
 
@@ -84,7 +82,7 @@ def open_tide(
             "pass the directory or the tier's URL as spill"
         )
     if devices == (None,) and not moves_nothing and _moves_pages(registry.policy(policy), recompute):
-        return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
+        return _on_pages(models, optimizers, budgets[0], spill=spill, policy=registry.policy(policy), verify=verify)
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
@@ -122,28 +120,18 @@ def _on_pages(
     budgets: Budgets,
     *,
     spill: Spill,
-    policy: str | Policy,
+    policy: Policy,
     verify: bool,
 ) -> Tide:
-    medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
-    name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
-    try:
-        refuse_lossy(medium)
-        machine = machine_for(medium)
-        least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
-        order = registry.policy(policy).about.victims
-        memory = ranges.RangeMemory({SPILL: medium}, least_bytes=least_bytes, order=order, verify=verify)
-    except BaseException:
-        medium.close()
-        raise
+    opened = open_ranges(budgets, spill=spill, order=policy.about.victims, verify=verify)
     return CpuTide(
         models,
         optimizers,
-        memory,
-        machine=machine,
+        opened.memory,
+        machine=opened.machine,
         budget_bytes=budgets.fast_bytes,
-        spill_name=name,
-        policy=registry.policy(policy),
+        spill_name=opened.spill_name,
+        policy=policy,
     )
 
 

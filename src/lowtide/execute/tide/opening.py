@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowtide.core.machine import Machine
+from lowtide.core.order import Order
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, NativeUnavailable
 from lowtide.estimate.calibrate import SPILL, assumed_machine
 from lowtide.estimate.links import machine_for
 from lowtide.execute.backends.protocol import Backend
+from lowtide.memory import ranges
 from lowtide.memory.budget import (
     BudgetLike,
     Budgets,
@@ -23,6 +25,7 @@ from lowtide.memory.budget import (
     parse_budget,
     parse_device_budget,
 )
+from lowtide.memory.ranges import RangeMemory
 from lowtide.tiers.medium import ALIGN_BYTES, Medium
 from lowtide.tiers.open import Spill, open_medium
 
@@ -30,6 +33,15 @@ from lowtide.tiers.open import Spill, open_medium
 # lives in the same memory; and this much where not even that can be told.
 _HOST_SHARE = 2
 _HOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRanges:
+    """The CPU's ranges, ready for `RangeMemory.open`, and what to plan with."""
+
+    memory: RangeMemory
+    machine: Machine
+    spill_name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +109,22 @@ def budgets_for(
         return all_bytes * one.fast_bytes // total_bytes // ALIGN_BYTES * ALIGN_BYTES
 
     return [replace(one, host_bytes=share(one.host_bytes, one), disk_bytes=share(one.disk_bytes, one)) for one in found]
+
+
+def open_ranges(budgets: Budgets, *, spill: Spill, order: Order = Order.OLDEST, verify: bool = False) -> OpenedRanges:
+    """Return the CPU's memory, whose tensors may leave to `spill`. Raises `NativeUnavailable` before it opens that."""
+    ranges.check_available()
+    medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
+    name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
+    try:
+        refuse_lossy(medium)
+        machine = machine_for(medium)
+        least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
+        memory = RangeMemory({SPILL: medium}, least_bytes=least_bytes, order=order, verify=verify)
+    except BaseException:
+        medium.close()
+        raise
+    return OpenedRanges(memory=memory, machine=machine, spill_name=name)
 
 
 def open_backend(

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lowtide.errors import BadArgument
 from lowtide.execute.tide.fit import open_tide
+from lowtide.execute.tide.serving import serving
 from lowtide.execute.tide.tide import Tide
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
@@ -62,15 +63,15 @@ class Iterations:
 
 
 class Run:
-    """A program inside its budget."""
+    """A program inside its budget; `iterations` is None for one that does not train."""
 
-    def __init__(self, tide: Tide) -> None:
+    def __init__(self, tide: Tide, *, iterations: Iterations | None) -> None:
         self._tide = tide
-        self.iterations = Iterations()
+        self.iterations = iterations
 
     def stats(self) -> dict[str, object]:
-        """Return `Tide.stats()`, in the program's iterations."""
-        return self._tide.stats() | self.iterations.stats()
+        """Return `Tide.stats()`, in the program's iterations where it trains."""
+        return self._tide.stats() | (self.iterations.stats() if self.iterations is not None else {})
 
 
 @contextmanager
@@ -81,12 +82,14 @@ def inside(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
 ) -> Iterator[Run]:
     """Keep whatever this thread does inside a budget, in steps that reach from one `optimizer.step()` to the next.
 
-    An allocation refused for the budget's sake becomes `BudgetTooSmall`. `strict`: refuse to be advisory.
+    `serve`: in steps that are the outermost calls of its modules, for a program that only infers. An allocation
+    refused for the budget's sake becomes `BudgetTooSmall`. `strict`: refuse to be advisory.
     `on_forked_step` is called in a fork of this process that trains, which has no budget.
     """
     with open_tide(
@@ -103,11 +106,13 @@ def inside(
                 "the budget would only be counted and not enforced, which --strict forbids: the warning says why, and "
                 "'lowtide doctor' what helps"
             )
-        run = Run(tide)
-        with (
-            stepping(tide, iterations=run.iterations, on_forked_step=on_forked_step),
-            tide.turning_refusals_into_errors(),
-        ):
+        run = Run(tide, iterations=None if serve else Iterations())
+        steps = (
+            serving(tide)
+            if run.iterations is None
+            else stepping(tide, iterations=run.iterations, on_forked_step=on_forked_step)
+        )
+        with steps, tide.turning_refusals_into_errors():
             yield run
 
 
@@ -120,6 +125,7 @@ def run_script(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
 ) -> dict[str, object]:
@@ -133,6 +139,7 @@ def run_script(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        serve=serve,
         strict=strict,
         on_forked_step=on_forked_step,
     ) as run:

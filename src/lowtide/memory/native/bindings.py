@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from lowtide.core.log import LogEntry
 from lowtide.core.order import Order
@@ -54,6 +55,18 @@ class State(IntEnum):
     CLEAN = 2
     AWAY = 3
     ARRIVING = 4
+
+
+class EndedStep(NamedTuple):
+    """The plan that a step followed to its end, its operators, and where it left the plan that it began with.
+
+    `resized`: it had the operators of a plan, and blocks of other sizes.
+    """
+
+    plan: int | None
+    operators: int
+    diverged_at: int | None
+    resized: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,11 +400,11 @@ class Native:
         write = Trouble(code=out[3], nbytes=out[4], tier=out[5]) if out[3] else None
         return read, write
 
-    def step_end(self) -> tuple[int | None, int, int | None]:
-        """End a step; return the plan it followed to its end, its operators, and where it left the first plan."""
-        out = (ctypes.c_int64 * 2)()
+    def step_end(self) -> EndedStep:
+        """End a step, and return how it went."""
+        out = (ctypes.c_int64 * 3)()
         plan = self._step_end(out)
-        return (None if plan < 0 else plan), out[0], (None if out[1] < 0 else out[1])
+        return EndedStep(None if plan < 0 else plan, out[0], None if out[1] < 0 else out[1], bool(out[2]))
 
     def step_waits(self) -> list[tuple[int, int, float, float, bool]]:
         """Return the last step's waits: operator, storage of the plan, begin and end, whether nobody had asked."""

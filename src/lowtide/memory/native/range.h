@@ -30,7 +30,7 @@ struct Range {
   Place place = Place::kHere;
   bool dirty = true;        // changed since its slot was written, or never written
   bool writable = true;     // mapped for writing; a range that came back is not until somebody writes (tracked)
-  bool tracked = false;     // worth knowing whether it changes: it will leave again
+  bool tracked = true;      // worth knowing whether it changes: no plan says that it will not leave again
   bool foreign = false;     // another allocator's memory, taken over: its addresses are not ours to give up
   bool leave_asked = false; // the plan wants it away, to `leave_tier`, as soon as nobody uses it
   bool stuck = false;       // a write of it failed, or its pages cannot be moved: it stays (R4)

@@ -84,7 +84,6 @@ Range* Ranges::adopt(char* data, int64_t bytes) {
   by_data_.emplace(data, range);
   range->foreign = true;
   range->block = bytes;
-  range->tracked = true;
   counters.reserved += length;
   raise_to(counters.peak_reserved, counters.reserved.load());
   count_live(length);

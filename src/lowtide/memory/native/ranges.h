@@ -11,7 +11,7 @@
 // and nobody can change them meanwhile. Whoever touches the range before the write has landed gets the pages back at
 // once; the transfer is cancelled and its slot is worth nothing (R1, R4).
 //
-// Note [Clean]: a range that came back and will leave again is mapped read-only. The first write faults and marks it;
+// Note [Clean]: a range that came back is mapped read-only, unless its plan says that it will not leave again. The first write faults and marks it;
 // operators whose schema says that they write mark it before. While it is clean its slot holds the same bytes, and leaving
 // costs nothing.
 //

@@ -27,7 +27,7 @@ void Schedule::begin_step(int64_t id) {
   born_.clear();
   waits_.clear();
   cursor_ = -1;
-  running_ = false;
+  running_ = resized_ = false;
   born_since_ = 0;
   diverged_at_ = -1;
   plan_ = nullptr;
@@ -39,7 +39,10 @@ void Schedule::follow(Plan* plan) {
   plan_ = plan;
   deferred_.clear();
   Ranges& all = ranges();
-  all.each([](Range* range) { range->storage = -1; });
+  all.each([](Range* range) {
+    range->storage = -1;
+    range->tracked = true;
+  });
   if (!plan) return;
   bound_.assign(plan->bytes.size(), 0);
   auto bind = [&](int64_t storage, int64_t serial) {
@@ -66,16 +69,20 @@ bool Schedule::starts_alike(const Plan& plan) const {
   });
 }
 
+Plan* Schedule::other_plan() const {
+  auto other = std::find_if(plans_.rbegin(), plans_.rend(), [&](auto& plan) { return starts_alike(*plan); });
+  return other == plans_.rend() ? nullptr : other->get();
+}
+
 void Schedule::diverge() {
   if (diverged_at_ < 0) diverged_at_ = cursor_;
-  auto other = std::find_if(plans_.rbegin(), plans_.rend(), [&](auto& plan) { return starts_alike(*plan); });
-  follow(other == plans_.rend() ? nullptr : other->get());
+  resized_ = false;
+  follow(other_plan());
 }
 
 int64_t Schedule::end_step() {
   in_step_ = false;
-  bool whole = plan_ && cursor_ + 1 == static_cast<int64_t>(plan_->names.size());
-  return whole ? plan_->id : -1;
+  return is_whole() && !resized_ ? plan_->id : -1;
 }
 
 void Schedule::abandon_step() {
@@ -111,7 +118,11 @@ void Schedule::on_born(Range* range) {
   auto found = births.find(born.number);
   if (found == births.end()) return;
   if (plan_->bytes[found->second] != born.bytes) {
-    diverge();
+    if (!resized_ && diverged_at_ < 0) diverged_at_ = cursor_;
+    if (Plan* other = resized_ ? nullptr : other_plan())
+      follow(other);
+    else
+      resized_ = true;
     return;
   }
   bound_[found->second] = born.serial;

@@ -1,8 +1,10 @@
 // The plan of a step, compiled: what leaves and what comes back when its i-th operator begins.
 //
 // A step follows a plan while its operators have the plan's names, in order, and its blocks the plan's sizes. At the first
-// that does not, another plan with the same beginning takes over; where there is none the step goes on by touches and
-// faults, and gives up the least recently touched (R8). Guarded by `pages().mutex`.
+// that does not, another plan with the same beginning takes over. Where there is none and an operator has another name, the
+// step goes on by touches and faults, and gives up the least recently touched (R8). Where only a block has another size (a
+// batch that is not full, a cache that grows) the plan goes on without it: weights come and go as planned.
+// Guarded by `pages().mutex`.
 #pragma once
 #include "ranges.h"
 
@@ -73,6 +75,10 @@ class Schedule {
   int64_t operators() const {
     return cursor_ + 1;
   }
+  // Whether the step had the plan's operators, and blocks of other sizes.
+  bool resized() const {
+    return resized_ && is_whole();
+  }
   int64_t diverged_at() const {
     return diverged_at_;
   }
@@ -85,11 +91,16 @@ class Schedule {
   void diverge();
   void do_actions();
   bool starts_alike(const Plan& plan) const;
+  Plan* other_plan() const;
+  bool is_whole() const {
+    return plan_ && cursor_ + 1 == static_cast<int64_t>(plan_->names.size());
+  }
 
   std::vector<std::unique_ptr<Plan>> plans_;
   Plan* plan_ = nullptr;
   bool in_step_ = false;
   bool running_ = false;  // the operator that began last
+  bool resized_ = false;  // a block of another size than the plan's was made
   std::thread::id thread_;
   std::vector<int64_t> seen_;  // names of the step's operators
   struct Born {

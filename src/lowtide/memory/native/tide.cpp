@@ -277,11 +277,13 @@ void lt_step_begin(int64_t plan) {
   schedule().begin_step(plan);
 }
 
-// out: operators seen, where the step left the plan it began with (-1: nowhere). Returns the plan followed to its end, or -1.
+// out: operators seen, where the step left the plan it began with (-1: nowhere), whether it had a plan's operators and
+// other blocks. Returns the plan followed to its end, or -1.
 int64_t lt_step_end(int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   out[0] = schedule().operators();
   out[1] = schedule().diverged_at();
+  out[2] = schedule().resized();
   return schedule().end_step();
 }
 

@@ -1,0 +1,51 @@
+"""`init`: models that are larger than the memory they are built in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lowtide.execute.tide.opening import open_ranges
+from lowtide.memory.budget import BudgetLike, parse_budget
+from lowtide.memory.ranges import RangeMemory
+from lowtide.tiers.open import Spill
+
+
+@contextmanager
+def init(*, budget: BudgetLike, spill: Spill = None, verify: bool = False) -> Iterator[None]:
+    """Build a model inside `budget` bytes of tensor memory: what does not fit goes to `spill` while it is built.
+
+    Any constructor works unchanged, and gives every parameter the value that it has without Lowtide. Afterwards the
+    model stays inside the budget: `lowtide.fit` and `lowtide.serve` take it over as it is, each with its own budget.
+    Until then parameters come back as they are touched.
+    """
+    memory = open_ranges(parse_budget(budget), spill=spill, verify=verify).memory
+    try:
+        memory.open(parse_budget(budget).fast_bytes)
+        memory.announce(True)
+        with _raising_refusals(memory):
+            yield
+    except BaseException:
+        memory.close()
+        raise
+    memory.linger()
+
+
+@contextmanager
+def _raising_refusals(memory: RangeMemory) -> Iterator[None]:
+    refusals = memory.refusals
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        interruption = memory.interruption()
+        if interruption is not None:
+            raise interruption from error
+        trouble, _ = memory.take_errors()
+        if trouble is None and memory.refusals == refusals:
+            raise
+        raise (trouble or memory.too_small()) from error
+    trouble, _ = memory.take_errors()
+    if trouble is not None:
+        raise trouble

@@ -1,0 +1,132 @@
+"""`serve`: inference with models that are larger than memory; each call of the model is a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowtide.errors import BadArgument
+from lowtide.execute.tide.fit import open_tide
+from lowtide.execute.tide.tide import Tide
+from lowtide.memory.budget import BudgetLike
+from lowtide.plan.policy import Policy
+from lowtide.tiers.open import Spill
+
+
+@contextmanager
+def serve(
+    model: torch.nn.Module,
+    *,
+    budget: BudgetLike,
+    spill: Spill = None,
+    policy: str | Policy = "auto",
+    verify: bool = False,
+) -> Iterator[Tide]:
+    """Run `model` inside `budget` bytes of tensor memory: weights that do not fit are streamed from `spill`.
+
+    Call the model as ever: `model(x)`, `model.generate(...)`, a pipeline around it. Each call is a step: the first is
+    watched, the next ones follow a plan that reads ahead, across the end of a call into the first layers of the next.
+    What fits stays in memory. Weights are written to the spill once and only read from then on; whatever else takes
+    memory, a cache of keys and values among it, is inside the budget and may leave, too.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise BadArgument(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    with (
+        open_tide([model], [], budget=budget, spill=spill, policy=policy, verify=verify) as tide,
+        tide.turning_refusals_into_errors(),
+        _steps_of(tide, model),
+    ):
+        yield tide
+
+
+@contextmanager
+def _steps_of(tide: Tide, model: torch.nn.Module) -> Iterator[None]:
+    calls = Calls(tide)
+
+    def begin(_module: torch.nn.Module, _args: object) -> None:
+        calls.begin()
+
+    def end(_module: torch.nn.Module, _args: object, _result: object) -> None:
+        calls.end()
+
+    # Hooks of the model's own call: of all ways in which a program may call it, they see each.
+    handles = [
+        model.register_forward_pre_hook(begin, prepend=True),
+        model.register_forward_hook(end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        calls.abandon()
+
+
+@contextmanager
+def serving(tide: Tide) -> Iterator[None]:
+    """Make every outermost call of any module a step: for programs that only infer, and whose model nobody names."""
+    calls = Calls(tide)
+
+    def begin(_module: torch.nn.Module, _args: object) -> None:
+        calls.begin()
+
+    def end(_module: torch.nn.Module, _args: object, _result: object) -> None:
+        calls.end()
+
+    handles: list[Any] = [
+        torch.nn.modules.module.register_module_forward_pre_hook(begin),
+        torch.nn.modules.module.register_module_forward_hook(end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        calls.abandon()
+
+
+class Calls:
+    """Counts how deep calls are nested, and makes the outermost one a step; one that raised is abandoned."""
+
+    def __init__(self, tide: Tide) -> None:
+        self._tide = tide
+        self._depth = 0
+        self._pid = os.getpid()
+        self._raised = False  # the last step, which is still open
+        self._handled: BaseException | None = None  # that the program was handling when the call began
+
+    def begin(self) -> None:
+        """Take note of a call."""
+        if os.getpid() != self._pid:
+            return
+        if self._raised:
+            self.abandon()
+        self._depth += 1
+        if self._depth == 1:
+            self._handled = sys.exc_info()[1]
+            self._tide.begin_step()
+
+    def end(self) -> None:
+        """Take note of the end of a call."""
+        if os.getpid() != self._pid or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        # PyTorch calls hooks while it handles what a call raised, and none may come or go meanwhile.
+        self._raised = sys.exc_info()[1] is not self._handled
+        self._handled = None
+        if not self._raised:
+            self._tide.end_step()
+
+    def abandon(self) -> None:
+        """End a step that is open because a call never came to its end, or raised."""
+        if (self._depth or self._raised) and os.getpid() == self._pid:
+            self._depth = 0
+            self._raised = False
+            self._tide.abandon_step()

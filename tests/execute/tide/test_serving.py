@@ -1,0 +1,103 @@
+"""Inference beyond memory: weights stream through each call, read ahead, and only what changes is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import BadArgument, BudgetTooSmall
+from tests.execute.training import away_bytes
+
+MIB = 2**20
+WIDTH, DEPTH = 512, 12  # a MiB a layer
+
+
+class Decoder(nn.Module):
+    """A stack whose state grows with each call, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, past: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+        kept = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            kept.append(x if past is None else torch.cat([past[index], x]))
+            x = x + kept[-1].mean(0, keepdim=True)
+        return x, kept
+
+
+def generate(model: nn.Module, words: int) -> list[Tensor]:
+    x, past, out = torch.ones(1, WIDTH), None, []
+    with torch.no_grad():
+        for _ in range(words):
+            x, past = model(x, past)
+            out.append(x)
+    return out
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_what_does_not_fit_is_read_once_a_call_and_nothing_is_written(share: float, tmp_path: Path) -> None:
+    expected = generate(Decoder(), 12)
+    model, budget = Decoder(), int(share * DEPTH * MIB)
+    with lowtide.serve(model, budget=budget, spill=tmp_path) as tide:
+        assert same(generate(model, 6), expected[:6])
+        before: dict[str, Any] = tide.stats()
+        ours = generate(model, 12)
+        after: dict[str, Any] = tide.stats()
+        plan = tide.plan()
+    assert same(ours, expected)
+    assert after["peak_reserved_bytes"] <= budget
+    assert after["steps"] == 18
+    assert after["swapped_out_bytes"] <= DEPTH * MIB, "weights do not change: each is written once at most"
+    read = (after["swapped_in_bytes"] - before["swapped_in_bytes"]) / 12
+    assert plan is not None
+    assert plan.prediction is not None
+    assert read <= 1.1 * plan.prediction.moved_in_bytes + MIB, "the plan is followed"
+    assert read <= (DEPTH - 2) * MIB or share < 0.5, "what fits stays"
+    assert away_bytes() == 0
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_cache_that_grows_keeps_the_plan_for_the_weights(tmp_path: Path) -> None:
+    model = Decoder()
+    with lowtide.serve(model, budget=6 * MIB, spill=tmp_path) as tide:
+        generate(model, 8)
+        before: dict[str, Any] = tide.stats()
+        generate(model, 40)
+        after: dict[str, Any] = tide.stats()
+    waits = after["stall_s"] - before["stall_s"]
+    assert after["faults"] == before["faults"], "operators announce what they use"
+    assert waits >= 0
+
+
+def test_a_call_that_raises_is_no_step_and_the_next_one_is_exact(tmp_path: Path) -> None:
+    model, expected = Decoder(), generate(Decoder(), 3)
+    with lowtide.serve(model, budget=6 * MIB, spill=tmp_path) as tide:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, WIDTH + 1))
+        assert same(generate(model, 3), expected)
+        assert tide.stats()["steps"] == 3
+
+
+def test_a_budget_below_a_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BudgetTooSmall), lowtide.serve(model := Decoder(), budget=MIB // 2, spill=tmp_path):
+        generate(model, 1)
+    assert same(generate(model, 2), generate(Decoder(), 2)), "the model is whole"
+
+
+def test_only_a_module_can_be_served() -> None:
+    with pytest.raises(BadArgument, match=r"pass a torch\.nn\.Module"), lowtide.serve(len, budget="1GiB"):  # type: ignore[arg-type]
+        pass
