@@ -42,11 +42,29 @@ def test_a_script_trains_whose_state_is_larger_than_its_budget(tmp_path: Path) -
     assert told["swapped_out_bytes"] > 0
 
 
-def test_a_policy_that_recomputes_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_script_trains_by_running_operators_again(tmp_path: Path) -> None:
+    script, stats = tmp_path / "train.py", tmp_path / "stats.json"
+    layer = "torch.nn.Linear(512, 512)"
+    activated = SCRIPT.replace(layer, f"torch.nn.Sequential({layer}, torch.nn.GELU())")
+    # One step is recorded, and in the first that follows its plan nothing is given up yet.
+    script.write_text(
+        activated.replace("torch.randn(64, 512)", "torch.randn(512, 512)").replace("range(4)", "range(6)")
+    )
+    expected = run(str(script))
+    options = ("--budget", "40MiB", "--spill", str(tmp_path), "--everything", "--policy", "superneurons", "--verify")
+    done = run("-m", "lowtide", "run", *options, "--json", str(stats), str(script))
+    assert done.splitlines()[0] == expected.strip()
+    told = json.loads(stats.read_text())
+    assert told["peak_reserved_bytes"] <= told["budget_bytes"]
+    assert told["recomputed_ops"] > 0
+    assert told["discarded_bytes"] > 0
+
+
+def test_a_policy_that_discards_when_memory_runs_out_is_refused_in_one_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = ("-m", "lowtide", "run", "--budget", "12MiB", "--everything", "--policy", "dtr", str(script))
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "runs operators again" in done.stderr
+    assert "decides what to run again while memory runs out" in done.stderr
     assert "Traceback" not in done.stderr

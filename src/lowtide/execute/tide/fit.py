@@ -90,7 +90,7 @@ def open_tide(
         )
     if everything:
         _check_everything(devices, registry.policy(policy), recompute)
-        return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify)
+        return _on_pages(models, optimizers, budgets[0], spill=spill, policy=policy, verify=verify, recompute=recompute)
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
@@ -115,10 +115,11 @@ def _check_everything(devices: Sequence[torch.device | None], policy: Policy, re
     """Raise `BadArgument` where not every tensor can be moved."""
     if tuple(devices) != (None,):
         raise BadArgument("everything moves on the CPU only: the model is on an accelerator, where activations do")
-    if policy.about.recomputes if recompute is None else recompute:
+    recomputes = policy.about.recomputes if recompute is None else recompute
+    if recomputes and policy.about.discards_victims:
         raise BadArgument(
-            f"policy {policy.name!r} runs operators again, and everything moves only by swapping so far: "
-            "pass recompute=False, or another policy"
+            f"policy {policy.name!r} decides what to run again while memory runs out, and everything moves only by "
+            "plans made before: pass recompute=False, or another policy"
         )
 
 
@@ -130,6 +131,7 @@ def _on_pages(
     spill: Spill,
     policy: str | Policy,
     verify: bool,
+    recompute: bool | None,
 ) -> Tide:
     ranges.check_available()  # before anything is opened that whoever comes next needs
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
@@ -150,6 +152,7 @@ def _on_pages(
         budget_bytes=budgets.fast_bytes,
         spill_name=name,
         policy=registry.policy(policy),
+        recompute=recompute,
     )
 
 
