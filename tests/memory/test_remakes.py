@@ -14,6 +14,7 @@ import torch
 from lowtide.errors import RecomputeError
 from lowtide.memory.native.bindings import Place
 from tests.memory.engine import (
+    KIB,
     MIB,
     PATIENCE_S,
     Engine,
@@ -421,6 +422,27 @@ def test_half_a_recipe_is_none(opened: Opened) -> None:
     assert engine.counted.discarded == 0
 
 
+def test_a_recipe_that_would_read_another_version_is_none(opened: Opened) -> None:
+    """`b` was made from `a` after `sin_`, which the list leaves out."""
+    engine = opened()
+    x, small = torch.randn(COUNT), torch.zeros(4)
+
+    def body() -> torch.Tensor:
+        a = x.exp()
+        a.sin_()
+        b = a.cos()
+        small.fill_(1)
+        return b.neg()
+
+    plan = Planned(engine, ["aten::exp", "aten::sin_", "aten::cos", "aten::fill_", "aten::neg"], body)
+    plan.step.discarded(plan.step.born(2, 0, MIB, 2, 4), after=3, before=4, ops=(0, 2))
+    plan.number = plan.step.compile()
+    for _ in range(2):
+        assert torch.equal(plan.run(), -x.exp().sin().cos())
+    assert engine.counted.not_discarded == 2
+    assert engine.counted.trials == 0
+
+
 def test_what_was_read_before_a_change_in_place_is_made_from_a_copy(opened: Opened) -> None:
     """`b` is made from `a` as it was before `sin_`: `a` is made anew for it, and the one that is there stays."""
     engine = opened()
@@ -463,7 +485,8 @@ def test_small_operands_are_as_they_were(opened: Opened) -> None:
 
 def test_statistics_do_not_move_along_once_more(opened: Opened) -> None:
     engine = opened()
-    x, mean, variance = torch.randn(16, 4, 64, 64), torch.zeros(4), torch.ones(4)
+    count = 20 * KIB  # large enough to be ranges, which the calls would find and write
+    x, mean, variance = torch.randn(4, count, 1, 8), torch.zeros(count), torch.ones(count)
     small = torch.zeros(4)
 
     def body() -> torch.Tensor:
@@ -471,7 +494,7 @@ def test_statistics_do_not_move_along_once_more(opened: Opened) -> None:
         small.fill_(1)
         return a.neg()
 
-    expected_mean, expected_variance = torch.zeros(4), torch.ones(4)
+    expected_mean, expected_variance = torch.zeros(count), torch.ones(count)
     for _ in range(2):
         expected = torch.native_batch_norm(x, None, None, expected_mean, expected_variance, True, 0.1, 1e-5)[0]
     plan = Planned(engine, ["aten::native_batch_norm", "aten::fill_", "aten::neg"], body)

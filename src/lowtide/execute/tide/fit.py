@@ -46,9 +46,9 @@ def fit(
     keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
     operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
     torch.compile, where that is not possible, it swaps). `everything`: move every tensor, parameters, gradients and
-    optimizer state too, by their pages: a model trains whose state is larger than the budget (CPU, without
-    recomputation). `model` and `optimizer` (one, several or none) are not
-    changed; they tell parameters from activations in traces and reports.
+    optimizer state too, by their pages: a model trains whose state is larger than the budget (CPU, all policies but
+    those that decide what to run again while memory runs out, as DTR does). `model` and `optimizer` (one, several or
+    none) are not changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")

@@ -757,6 +757,7 @@ void Ranges::abandon_in_child() {
   transferring_ = 0;
   schedule().abandon_step();
   schedule().clear();
+  remakes().abandon_in_child();
   for (const Child& child : children_) close(child.pipe);
   children_.clear();
   buried_.clear();

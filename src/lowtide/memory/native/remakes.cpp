@@ -344,6 +344,13 @@ void Remakes::ask(const std::vector<int64_t>& serials) {
   asked_changed_.notify_one();
 }
 
+void Remakes::abandon_in_child() {
+  new (&one_at_a_time) std::mutex;
+  new (&asked_changed_) std::condition_variable;
+  asked_.clear();
+  started_ = false;
+}
+
 void Remakes::start() {
   if (started_) return;
   started_ = true;

@@ -68,6 +68,8 @@ class Remakes {
   // Have ranges made by a thread of ours.
   void ask(const std::vector<int64_t>& serials);
   void start();
+  // The thread of ours is not there, and whoever ran calls again neither.
+  void abandon_in_child();
   void forget_experience() {
     experience_.clear();
   }
