@@ -631,6 +631,29 @@ def test_calls_run_under_their_own_settings_and_leave_the_programs_alone(opened:
     assert found == [(True, True, torch.float64, 1, True, True, False, torch.bfloat16, True, "none")] * 2
 
 
+def test_a_result_that_depends_on_a_setting_is_the_same(opened: Opened) -> None:
+    engine = opened()
+    numbers, small = torch.arange(COUNT), torch.zeros(4)
+
+    def body() -> torch.Tensor:
+        a = numbers / 3
+        torch.set_default_dtype(torch.float64)
+        small.fill_(1)
+        return a.neg()
+
+    plan = Planned(engine, ["aten::div", "aten::fill_", "aten::neg"], body)
+    # Its operand in the result's dtype is made first.
+    plan.step.discarded(plan.step.born(0, 1, MIB, 0, 2), after=1, before=2, ops=(0,))
+    try:
+        plan.try_out()
+        torch.set_default_dtype(torch.float32)
+        found = plan.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, -(numbers / 3))
+    assert engine.counted.discarded == MIB
+
+
 # ---- room, and errors ----
 
 
@@ -742,6 +765,54 @@ def fails_the_second_time(touch: str) -> tuple[str, bool]:
         again = torch.ones(COUNT).neg()
         engine.memory.close()
         return str(trouble), bool((again == -1).all())
+
+
+def makes_other_bits(since: int, verify: bool) -> tuple[int, int, int, str]:
+    """Discard what an operator makes otherwise from call `since` on; return the counters, wrong results, the error."""
+    calls: list[int] = []
+
+    def halve(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return tensor / (2 if len(calls) < since else 2 + len(calls))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("sinh", halve, "CPU")
+    with tempfile.TemporaryDirectory() as directory:
+        engine = Engine(files(Path(directory)), verify=verify)
+        x, small = torch.randn(COUNT), torch.zeros(4)
+        step = Step(engine, ["aten::sinh", "aten::fill_", "aten::neg"])
+        number = step.discarded(step.born(0, 0, MIB, 0, 2), after=1, before=2, ops=(0,)).compile()
+        wrong = 0
+        for _ in range(2):
+            engine.native.step_begin(number)
+            a = x.sinh()
+            expected = raw_array(a).copy()
+            small.fill_(1)
+            try:
+                wrong += not np.array_equal(raw_array(a.neg()), -expected)
+            except torch.OutOfMemoryError:
+                engine.native.step_abandon()
+                break
+            engine.native.step_end()
+        counted = engine.counted
+        trouble, _ = engine.memory.take_errors()
+        del a
+        engine.memory.close()
+        return counted.discarded, counted.not_discarded, wrong, str(trouble or "")
+
+
+def test_what_comes_back_otherwise_the_first_time_is_never_discarded() -> None:
+    outcome = in_fresh_process(makes_other_bits, 2, False)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert outcome.value == (0, 1, 0, "")
+
+
+def test_what_comes_back_otherwise_later_is_an_error_where_that_is_verified() -> None:
+    outcome = in_fresh_process(makes_other_bits, 4, True)
+    assert outcome.exit_code == 0, outcome.stderr
+    discarded, _, wrong, error = outcome.value
+    assert (discarded, wrong) == (MIB, 0)
+    assert "made something else" in error
 
 
 @pytest.mark.parametrize("touch", ["operator", "fault"])
