@@ -71,6 +71,10 @@ class SpillError(LowtideError, OSError):
     """A tier could not take or return bytes."""
 
 
+class RecomputeError(LowtideError, RuntimeError):
+    """A tensor that was given up to be computed again could not be."""
+
+
 class SpillFull(SpillError):
     """A tier has no room left for another extent."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
 
 from lowtide.core.plan import Plan, Problem, Swap
@@ -10,7 +9,7 @@ from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.mix import Discarding
 from lowtide.plan.compose import compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Runs
 
 
 class DiscardAll:
@@ -32,7 +31,3 @@ class DiscardAll:
         mix = discarding.mix(found, discarded=discarded, once=self._once)
         swaps = [Swap(gap=one.gap, fetch_op=one.gap.before_op) for one in mix.swapped]
         return compose(self.name, problem, swaps, mix.recomputes)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Give up what was used least recently."""
-        return until_covered(sorted(view.evictable(), key=view.last_access), view, need_bytes)

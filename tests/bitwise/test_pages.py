@@ -13,6 +13,8 @@ import lowtide
 from lowtide.core.trace import Reach
 from lowtide.errors import BudgetTooSmall
 from lowtide.execute.tide.cpu import CpuTide
+from lowtide.plan.policy import Policy
+from tests.bitwise.discard_all import DiscardAll
 from tests.bitwise.harness import WORKLOADS, stock
 from tests.bitwise.record import Record, assert_identical
 from tests.bitwise.workload import build, run
@@ -24,11 +26,22 @@ every_workload = pytest.mark.parametrize(
 )
 
 
-def train(name: str, *, budget_bytes: int, spill: Path, policy: str = "auto", one_in: int = 0, silent: bool = False):  # type: ignore[no-untyped-def]
+def train(  # type: ignore[no-untyped-def]
+    name: str,
+    *,
+    budget_bytes: int,
+    spill: Path,
+    policy: str | Policy = "auto",
+    one_in: int = 0,
+    silent: bool = False,
+    recompute: bool | None = None,
+):
     """Return what a training computed with everything on the move, its figures, and the floor of its steps."""
     workload, record, floors = build(WORKLOADS[name]), Record(), []
     optimizers = workload.optimizers[0] if len(workload.optimizers) == 1 else workload.optimizers
-    with lowtide.fit(workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy) as tide:
+    with lowtide.fit(
+        workload.model, optimizers, budget=budget_bytes, spill=spill, policy=policy, recompute=recompute
+    ) as tide:
         assert isinstance(tide, CpuTide)
         native = tide.memory.native
         native.stress(one_in, 11)
@@ -91,6 +104,54 @@ def test_every_policy_that_swaps_is_exact(name: str, policy: str, tmp_path: Path
     record, stats, _ = train(name, budget_bytes=budget_bytes, spill=tmp_path, policy=policy)
     assert_identical(stock(name), record)
     assert stats["peak_reserved_bytes"] <= stats["budget_bytes"]
+
+
+# Backward comes after the step, in which nothing is made again then.
+NOTHING_TO_REPEAT = ("backward_after_the_step",)
+
+
+@every_workload
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_training_that_discards_all_it_can_is_exact(name: str, share: float, tmp_path: Path) -> None:
+    floor_bytes, peak_bytes = need(name)
+    budget_bytes = max(int(1.3 * floor_bytes), floor_bytes + int(share * (peak_bytes - floor_bytes)))
+    record, stats, _ = train(name, budget_bytes=budget_bytes, spill=tmp_path, policy=DiscardAll(once=share > 0.3))
+    assert_identical(stock(name), record)
+    assert stats["peak_reserved_bytes"] <= stats["budget_bytes"]
+    assert stats["over_budget_bytes"] == 0
+    if name not in NOTHING_TO_REPEAT:
+        assert stats["discarded_bytes"] > 0, "nothing was given up: this test shows nothing"
+        assert stats["recomputed_ops"] > 0 < stats["recompute_trials"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "double_backward", "views", "checkpoint_reentrant"])
+def test_discarding_with_eviction_at_random_operators_is_exact(name: str, tmp_path: Path) -> None:
+    _, peak_bytes = need(name)
+    policy = DiscardAll(once=True)
+    record, stats, _ = train(name, budget_bytes=peak_bytes, spill=tmp_path, policy=policy, one_in=3)
+    assert_identical(stock(name), record)
+    assert stats["discarded_bytes"] > 0
+
+
+def test_nothing_is_discarded_where_operators_are_not_announced(tmp_path: Path) -> None:
+    _, peak_bytes = need("mlp")
+    policy = DiscardAll(once=True)
+    record, stats, _ = train("mlp", budget_bytes=peak_bytes, spill=tmp_path, policy=policy, silent=True)
+    assert_identical(stock("mlp"), record)
+    assert stats["discarded_bytes"] == 0 < stats["swapped_instead"]
+
+
+@pytest.mark.parametrize("policy", ["auto", "capuchin", "superneurons", "pooch", "meng"])
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_every_policy_that_recomputes_is_exact(name: str, policy: str, tmp_path: Path) -> None:
+    floor_bytes, peak_bytes = need(name)
+    budget_bytes = max(int(1.3 * floor_bytes), floor_bytes + (peak_bytes - floor_bytes) // 4)
+    record, stats, _ = train(name, budget_bytes=budget_bytes, spill=tmp_path, policy=policy, recompute=True)
+    assert_identical(stock(name), record)
+    assert stats["peak_reserved_bytes"] <= stats["budget_bytes"]
+    if (name, policy) == ("transformer", "superneurons"):
+        assert stats["discarded_bytes"] > 0
 
 
 def test_a_model_trains_whose_state_is_larger_than_the_budget(tmp_path: Path) -> None:

@@ -40,3 +40,21 @@ def test_a_script_trains_whose_state_is_larger_than_its_budget(tmp_path: Path) -
     told = json.loads(stats.read_text())
     assert told["peak_reserved_bytes"] <= told["budget_bytes"] < told["static_bytes"]
     assert told["swapped_out_bytes"] > 0
+
+
+def test_a_script_trains_by_running_operators_again(tmp_path: Path) -> None:
+    script, stats = tmp_path / "train.py", tmp_path / "stats.json"
+    layer = "torch.nn.Linear(512, 512)"
+    activated = SCRIPT.replace(layer, f"torch.nn.Sequential({layer}, torch.nn.GELU())")
+    # One step is recorded, and in the first that follows its plan nothing is given up yet.
+    script.write_text(
+        activated.replace("torch.randn(64, 512)", "torch.randn(512, 512)").replace("range(4)", "range(6)")
+    )
+    expected = run(str(script))
+    options = ("--budget", "40MiB", "--spill", str(tmp_path), "--policy", "superneurons", "--verify")
+    done = run("-m", "lowtide", "run", *options, "--json", str(stats), str(script))
+    assert done.splitlines()[0] == expected.strip()
+    told = json.loads(stats.read_text())
+    assert told["peak_reserved_bytes"] <= told["budget_bytes"]
+    assert told["recomputed_ops"] > 0
+    assert told["discarded_bytes"] > 0

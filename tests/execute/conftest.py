@@ -42,7 +42,7 @@ def modules_out_of_the_collectors_sight() -> Iterator[None]:
 @pytest.fixture
 def by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Manage what autograd saves, as on an accelerator, and not pages."""
-    monkeypatch.setattr("lowtide.execute.tide.fit._moves_pages", lambda _policy, _recompute: False)
+    monkeypatch.setattr("lowtide.execute.tide.fit._moves_pages", lambda _policy: False)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,44 +14,9 @@ import torch
 from lowtide.core.order import Order
 from lowtide.memory.native.bindings import Place
 from tests.memory.engine import KIB, MIB, PATIENCE_S, Engine, HeldMedium, files, filled, pattern, peek, raw_array
+from tests.memory.steps import FETCH, LEAVE, Step
 
 Opened = Callable[..., Engine]
-LEAVE, FETCH = 0, 1
-
-
-class Step:
-    """A plan over tensors from before the step and births within it, with actions at its operators."""
-
-    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
-        self.engine = engine
-        self.names = [engine.native.name_id(name) for name in names]
-        self.storages: list[tuple[int, int, int, int, int, int]] = []
-        self.uses: list[tuple[int, ...]] = []
-        self.actions: list[tuple[int, int, int, int]] = []
-
-    def known(self, tensor: torch.Tensor, *uses: int, tier: int = 0, again: bool = True) -> int:
-        """Add a storage from before."""
-        return self._add((self.engine.memory.serial_of(tensor), -1, -1), tensor.nbytes, uses, tier, again)
-
-    def born(self, after: int, number: int, nbytes: int, *uses: int, tier: int = 0) -> int:
-        """Add the `number`-th large block made since operator `after` began."""
-        return self._add((-1, after, number), nbytes, uses, tier, False)
-
-    def _add(self, key: tuple[int, int, int], nbytes: int, uses: Sequence[int], tier: int, again: bool) -> int:
-        self.storages.append((*key, nbytes, self.engine.memory.first_tier + tier, int(again)))
-        self.uses.append(tuple(uses))
-        return len(self.storages) - 1
-
-    def at(self, op: int, kind: int, storage: int, tier: int = 0) -> Step:
-        """Add an action."""
-        self.actions.append((op, kind, storage, self.engine.memory.first_tier + tier))
-        return self
-
-    def compile(self) -> int:
-        """Give it to the engine."""
-        return self.engine.native.plan_add(
-            names=self.names, storages=self.storages, uses=self.uses, actions=self.actions
-        )
 
 
 def test_actions_happen_at_their_operators(opened: Opened) -> None:

@@ -257,6 +257,11 @@ def test_v7_an_operator_that_draws_random_numbers() -> None:
         verify.check(again(1, 3, 6, 1), changed(1, name="aten::native_dropout"))
 
 
+def test_v7_an_operator_that_leaves_bytes_unset() -> None:
+    with pytest.raises(PlanError, match=r"V7: .* 'aten::empty_like' again before 6, which leaves some"):
+        verify.check(again(1, 3, 6, 1), changed(1, name="aten::empty_like"))
+
+
 def test_v7_an_operator_that_writes_what_was_there_before() -> None:
     with pytest.raises(PlanError, match=r"V7: .* which writes storage 0, which existed before it"):
         verify.check(again(1, 3, 6, 1), changed(1, writes=(0, 1)))
@@ -348,6 +353,21 @@ def test_v7_nothing_is_given_up_without_a_copy_over_the_end_of_a_step() -> None:
     plan = Plan(policy="test", budget_bytes=1, recomputes=(Recompute(gap=PARAMETER_GAPS[1], ops=(4,)),))
     with pytest.raises(PlanError, match=r"V7: .* ends with the step or after it, and the step has 6 operators"):
         verify.check(plan, PAGED)
+
+
+def test_v7_nothing_is_given_up_for_good_where_its_holder_may_look() -> None:
+    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0) for k in range(6)]
+    steps[0] = replace(steps[0], writes=(0,))
+    storages = [Storage(nbytes=100, kind=Kind.ACTIVATION, first_op=0, last_op=3)]
+    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
+    problem = Problem(trace=trace, machine=machine_of(LINK), budget_bytes=1000, can_recompute=True)
+    gap = Gap(storage=0, after_op=1, before_op=4)
+    assert gap in trace.gaps()
+    unmade = Plan(policy="test", budget_bytes=1000, recomputes=(Recompute(gap=gap, ops=()),))
+    with pytest.raises(PlanError, match=r"V7: .* lists operators \(\), none of which makes it"):
+        verify.check(unmade, problem)
+    made = replace(unmade, recomputes=(Recompute(gap=gap, ops=(0,)),))
+    verify.check(made, problem)
 
 
 def test_an_executor_refuses_what_it_cannot_follow_and_not_a_budget_that_cannot_be_met() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from lowtide.capture.builder import Recorded
 from lowtide.core.machine import Link
-from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Kind, Phase, Reach, Storage, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.verify import check
@@ -75,3 +75,40 @@ def test_before_its_last_gap_it_leaves_as_anything_else() -> None:
 def test_nothing_is_asked_for_it_in_the_next_step(refused: Swap, touched_op: int | None, reason: str) -> None:
     with pytest.raises(PlanError, match=f"V2: .* {reason}"):
         actions(inheriting(touched_op=touched_op), refused)
+
+
+def test_what_is_discarded_is_made_again_by_its_list() -> None:
+    """Operator 0 makes it, operator 5 reads it; the step's other storage is fetched for operator 5 as well."""
+    touching = {0: (0,), 1: (1,), 5: (0, 1)}
+    steps = [
+        Step(
+            name=f"op{k}",
+            phase=Phase.FORWARD,
+            duration_s=1.0,
+            reads=touching.get(k, ()) if k == 5 else (),
+            writes=touching.get(k, ()) if k < 5 else (),
+        )
+        for k in range(7)
+    ]
+    storages = [
+        Storage(nbytes=10, kind=Kind.ACTIVATION, first_op=0, last_op=5, producer=0),
+        Storage(nbytes=10, kind=Kind.ACTIVATION, first_op=1, last_op=5, producer=1),
+    ]
+    trace = make_trace(steps, storages, (), reach=Reach.TOUCHED)
+    plan = Plan(
+        policy="test",
+        budget_bytes=1000,
+        swaps=(Swap(gap=Gap(storage=1, after_op=2, before_op=5), fetch_op=4),),
+        recomputes=(Recompute(gap=Gap(storage=0, after_op=2, before_op=5), ops=(0,)),),
+    )
+    link = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
+    check(plan, Problem(trace=trace, machine=machine_of(link), budget_bytes=1000, can_recompute=True))
+    recorded = Recorded(trace=trace, positions=(), use_events=(), serials=(7, 8), births=((0, 0), (1, 0)))
+    schedule = compile_ranges(plan, recorded, tier="spill")
+    assert schedule.remakes == ((0,),)
+    assert schedule.actions == (
+        Action(op=2, kind=ActionKind.LEAVE, storage=1, tier="spill"),
+        Action(op=2, kind=ActionKind.DISCARD, storage=0, tier="spill", remake=0),
+        Action(op=4, kind=ActionKind.FETCH, storage=1, tier="spill"),
+        Action(op=5, kind=ActionKind.REMAKE, storage=0, tier="spill"),
+    )

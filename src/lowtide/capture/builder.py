@@ -67,9 +67,16 @@ class Recorded:
     births: tuple[tuple[int, int] | None, ...] = ()
 
 
+# Every block of PyTorch's allocator that is as large is a range.
+_RANGE_BYTES = 64 << 10
+
+
 @dataclass(slots=True)
 class _Block:
-    """A storage. `maker` is the operator during which the step allocated it (None: it was there before the step)."""
+    """A storage. `maker` is the operator during which the step allocated it (None: it was there before the step).
+
+    `counted`: it was allocated in the step, or is a range from before.
+    """
 
     serial: int
     nbytes: int
@@ -78,6 +85,7 @@ class _Block:
     last_op: int | None = None
     producer: int | None = None
     versions: int = 0
+    counted: bool = False
 
 
 @dataclass(slots=True)
@@ -180,7 +188,7 @@ class _Builder:
             case Event.CALL:
                 self.call(entry)
             case Event.EXISTS:
-                self.block(entry.a, entry.b)
+                self.blocks[self.block(entry.a, entry.b)].counted = True
             case Event.TOUCH:
                 self.touch(entry)
 
@@ -188,7 +196,13 @@ class _Builder:
         if entry.kind == Event.ALLOC:
             self.block_of[entry.a] = len(self.blocks)
             self.blocks.append(
-                _Block(serial=entry.a, nbytes=entry.b, maker=self.owner(entry.thread), birth=self.birth(entry.b))
+                _Block(
+                    serial=entry.a,
+                    nbytes=entry.b,
+                    maker=self.owner(entry.thread),
+                    birth=self.birth(entry.b),
+                    counted=True,
+                )
             )
             self.live += entry.b
             self.raise_peak()
@@ -412,8 +426,10 @@ class _Builder:
                 kind = Kind.INPUT if block.last_op is None else Kind.OTHER
             else:
                 kind = Kind.SCRATCH if first == last else Kind.OTHER
+        # Large memory that is no range is another allocator's: no budget counts it, and it cannot leave.
+        foreign = touched and not block.counted and block.nbytes >= _RANGE_BYTES
         return Storage(
-            nbytes=block.nbytes,
+            nbytes=0 if foreign else block.nbytes,
             kind=kind,
             first_op=first,
             last_op=last,

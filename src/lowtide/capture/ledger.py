@@ -61,6 +61,7 @@ class Ledger:
 
     def __init__(self, *, least_bytes: int) -> None:
         self.entries: list[LogEntry] = []
+        self._lists = False
         self.names: dict[str, int] = {}
         self.recording = False
         self.paused = False
@@ -83,7 +84,8 @@ class Ledger:
         """Log from here on; what is alive now is static, and listed if the executor could move all of it."""
         self.static_bytes = self._live_bytes
         self.recording = True
-        if reach is Reach.TOUCHED:
+        self._lists = reach is Reach.TOUCHED
+        if self._lists:
             for serial, nbytes in self._nbytes.items():
                 self.log(Event.EXISTS, serial, nbytes)
 
@@ -108,6 +110,8 @@ class Ledger:
             serial = self._adopt(storage)
             if self.recording:
                 self.static_bytes += storage.nbytes()
+                if self._lists:
+                    self.log(Event.EXISTS, serial, storage.nbytes())
         return serial
 
     def read(self, tensor: torch.Tensor) -> int:

@@ -17,13 +17,13 @@ from lowtide.core.log import Log
 from lowtide.core.order import Order
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError
+from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, RecomputeError, SpillCorrupted, SpillError
 from lowtide.memory.budget import auto_bytes, memory_limits
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
 from lowtide.memory.loader_workers import LoaderWorkers
 from lowtide.memory.native import Native, load
-from lowtide.memory.native.bindings import CORRUPTED, LOST, SHORT_READ, Place, RangeCounters, Trouble
+from lowtide.memory.native.bindings import CORRUPTED, LOST, NOT_REMADE, SHORT_READ, Place, RangeCounters, Trouble
 from lowtide.tiers.medium import Medium
 
 
@@ -222,6 +222,11 @@ class RangeMemory:
                 return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
             case code if code == SHORT_READ:
                 return SpillError(errno.EIO, f"{what} came back short from {place}: the spill file was cut")
+            case code if code == NOT_REMADE:
+                return RecomputeError(
+                    f"{what} was given up to be computed again, and an operator that had made it failed or made "
+                    "something else: use a policy that does not recompute, such as 'belady', or pass recompute=False"
+                )
             case code if code == LOST:
                 return SpillError(errno.ESTALE, f"{what} went with {place}, which was closed")
         return SpillError(trouble.code, f"{what} cannot be read back from {place}: {os.strerror(trouble.code)}")

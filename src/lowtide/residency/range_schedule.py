@@ -21,16 +21,23 @@ class ActionKind(IntEnum):
 
     LEAVE = 0
     FETCH = 1
+    DISCARD = 2
+    REMAKE = 3
+
+
+# What is done first at one operator: room before who takes it.
+_TURNS = {ActionKind.LEAVE: 0, ActionKind.DISCARD: 1, ActionKind.FETCH: 2, ActionKind.REMAKE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the begin of operator `op` sets off for a storage of the schedule."""
+    """What the begin of operator `op` sets off for a storage of the schedule; `remake`: by which of its lists."""
 
     op: int
     kind: ActionKind
     storage: int
     tier: str
+    remake: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +59,15 @@ class ScheduledStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeSchedule:
-    """One step: the names of its operators, its storages, and what to do when."""
+    """One step: the names of its operators, its storages, and what to do when.
+
+    `remakes` are the operators, ascending, that make again what an action discards.
+    """
 
     names: tuple[str, ...]
     storages: tuple[ScheduledStorage, ...]
     actions: tuple[Action, ...]
+    remakes: tuple[tuple[int, ...], ...] = ()
 
 
 def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedule:
@@ -65,7 +76,9 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
     end = len(trace.ops)
     touches = trace.touches()
     unused = ends_unused(trace)
-    leaves = Counter(swap.gap.storage for swap in plan.swaps)
+    # What cannot be discarded after all is swapped instead.
+    gaps = (*(swap.gap for swap in plan.swaps), *(one.gap for one in plan.recomputes))
+    leaves = Counter(gap.storage for gap in gaps)
     tier_of = {swap.gap.storage: swap.tier for swap in plan.swaps}
     number: dict[int, int] = {}
     storages: list[ScheduledStorage] = []
@@ -96,9 +109,28 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
         # What the step made is another block in the next, where it has no name: it comes back when it is touched.
         if swap.fetch_op < (swap.gap.before_op if trace.lives_on(swap.gap.storage) else min(swap.gap.before_op, end)):
             actions.append(Action(op=swap.fetch_op % end, kind=ActionKind.FETCH, storage=storage, tier=swap.tier))
+    remakes: list[tuple[int, ...]] = []
+    for one in plan.recomputes:
+        if one.gap.storage not in number:
+            continue
+        storage = number[one.gap.storage]
+        place = tier_of.get(one.gap.storage, tier)
+        actions.append(
+            Action(op=one.gap.after_op, kind=ActionKind.DISCARD, storage=storage, tier=place, remake=len(remakes))
+        )
+        remakes.append(one.ops)
+        if one.gap.before_op < end and unused.get(one.gap.storage) != one.gap.before_op:
+            actions.append(Action(op=one.gap.before_op, kind=ActionKind.REMAKE, storage=storage, tier=place))
     # What leaves at an operator goes before what is fetched there; what is needed first is fetched first.
-    actions.sort(key=lambda action: (action.op, action.kind, _next_use(storages[action.storage], action.op, end)))
-    return RangeSchedule(names=tuple(op.name for op in trace.ops), storages=tuple(storages), actions=tuple(actions))
+    actions.sort(
+        key=lambda action: (action.op, _TURNS[action.kind], _next_use(storages[action.storage], action.op, end))
+    )
+    return RangeSchedule(
+        names=tuple(op.name for op in trace.ops),
+        storages=tuple(storages),
+        actions=tuple(actions),
+        remakes=tuple(remakes),
+    )
 
 
 def _recognised(trace: Trace, recorded: Recorded, storage: int) -> bool:

@@ -47,11 +47,13 @@ class CpuTide(Tide):
         budget_bytes: int,
         spill_name: str,
         policy: Policy,
+        recompute: bool | None = None,
     ) -> None:
         super().__init__()
         self._memory, self._machine = memory, machine
         self._budget_bytes, self._spill_name = budget_bytes, spill_name
         self._policy = policy
+        self._recomputes = policy.about.recomputes if recompute is None else recompute
         self._recorder = Recorder(memory, models, optimizers, reach=memory.reach, least_bytes=memory.least_bytes)
         self._learning = Learning()
         self._signature_of: dict[int, tuple[object, ...]] = {}  # by the native number of its plan
@@ -63,6 +65,7 @@ class CpuTide(Tide):
         self._plan: Plan | None = None
         self._step_s: list[float] = []
         self._step_stall_s = 0.0
+        self._recompute_before_s = 0.0
         self._peaks = (0, 0)
         self._warned = False
         self._last_peak_bytes = 0
@@ -140,6 +143,7 @@ class CpuTide(Tide):
         memory.native.step_begin(self._next_plan)
         self._started = time.perf_counter()
         self._stall_before = usage.stall_s
+        self._recompute_before_s = usage.counted.again_ns / 1e9
 
     def end_step(self) -> None:
         self._inside = False
@@ -189,6 +193,7 @@ class CpuTide(Tide):
             budget_bytes=self._budget_bytes,
             tier=self._memory.tiers[0],
             tiers=self._memory.tiers,
+            can_recompute=self._recomputes,
         )
         return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
 
@@ -218,7 +223,7 @@ class CpuTide(Tide):
             ],
             begun_s=self._started,
             step_s=self._step_s[-1],
-            recompute_s=0.0,
+            recompute_s=self._recompute_s() - self._recompute_before_s,
             stall_s=self._step_stall_s,
         )
         taught = self._taught.learn(signature, self._policy, timeline)
@@ -243,8 +248,12 @@ class CpuTide(Tide):
                 for one in schedule.storages
             ],
             uses=[one.uses for one in schedule.storages],
-            actions=[(one.op, int(one.kind), one.storage, tiers[one.tier]) for one in schedule.actions],
+            actions=[(one.op, int(one.kind), one.storage, tiers[one.tier], one.remake) for one in schedule.actions],
+            remade=schedule.remakes,
         )
+
+    def _recompute_s(self) -> float:
+        return self._memory.usage().counted.again_ns / 1e9
 
     @property
     def _under_pressure(self) -> bool:
@@ -286,9 +295,12 @@ class CpuTide(Tide):
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
             "plan_revisions": self._revisions,
-            "planned_recomputes": 0,
-            "recomputed_ops": 0,
-            "recompute_s": 0.0,
+            "planned_recomputes": len(self._plan.recomputes) if self._plan is not None else 0,
+            "recomputed_ops": usage.counted.calls_again,
+            "recompute_s": usage.counted.again_ns / 1e9,
+            "discarded_bytes": usage.counted.discarded,
+            "recompute_trials": usage.counted.trials,
+            "swapped_instead": usage.counted.not_discarded,
             "unmanaged": {"memory of another allocator": self._strangers} if self._strangers else {},
             **self._memory.figures(),
         }

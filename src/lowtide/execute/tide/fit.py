@@ -81,8 +81,16 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
-    if devices == (None,) and not moves_nothing and _moves_pages(registry.policy(policy), recompute):
-        return _on_pages(models, optimizers, budgets[0], spill=spill, policy=registry.policy(policy), verify=verify)
+    if devices == (None,) and not moves_nothing and _moves_pages(registry.policy(policy)):
+        return _on_pages(
+            models,
+            optimizers,
+            budgets[0],
+            spill=spill,
+            policy=registry.policy(policy),
+            verify=verify,
+            recompute=recompute,
+        )
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
@@ -103,9 +111,9 @@ def open_tide(
     return tide
 
 
-def _moves_pages(policy: Policy, recompute: bool | None) -> bool:
-    """Tell whether every tensor's pages can move on the CPU: natively, so by swapping in an order that has a name."""
-    if isinstance(policy, ChoosesVictims) or (policy.about.recomputes if recompute is None else recompute):
+def _moves_pages(policy: Policy) -> bool:
+    """Tell whether every tensor's pages can move on the CPU: natively, so in an order that has a name."""
+    if isinstance(policy, ChoosesVictims):
         return False
     try:
         ranges.check_available()
@@ -122,6 +130,7 @@ def _on_pages(
     spill: Spill,
     policy: Policy,
     verify: bool,
+    recompute: bool | None,
 ) -> Tide:
     opened = open_ranges(budgets, spill=spill, order=policy.about.victims, verify=verify)
     return CpuTide(
@@ -132,6 +141,7 @@ def _on_pages(
         budget_bytes=budgets.fast_bytes,
         spill_name=opened.spill_name,
         policy=policy,
+        recompute=recompute,
     )
 
 

@@ -20,6 +20,7 @@ MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ct
 SHORT_READ = 10001
 CORRUPTED = 10002
 LOST = 10003
+NOT_REMADE = 10004
 
 # The same numbers as in ranges.h.
 _ORDERS = {
@@ -99,7 +100,11 @@ class MoverCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeCounters:
-    """The numbers of ranges at one instant; bytes, but for faults, touches, waits and ranges."""
+    """The numbers of ranges at one instant; bytes, but for faults, touches, waits and ranges.
+
+    `calls_again` ran again for what was `discarded`, in `again_ns`. Of what a plan discards, `trials` were swapped the
+    first time, to see whether they can be made again, and `not_discarded` were swapped because they could not.
+    """
 
     leaving: int
     arriving: int
@@ -114,6 +119,11 @@ class RangeCounters:
     beyond: int
     ranges: int
     away: int
+    discarded: int
+    calls_again: int
+    again_ns: int
+    trials: int
+    not_discarded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +261,15 @@ class Native:
         self._tier_counters = quick("lt_tier_counters", None, integer, pointer)
         self._range_meter = quick("lt_range_meter", None, pointer)
         self._take_trouble = quick("lt_take_trouble", None, pointer)
-        self._plan_add = quick("lt_plan_add", i64, i64, pointer, i64, pointer, pointer, pointer, i64, pointer)
+        self._plan_add = quick(
+            "lt_plan_add", i64, i64, pointer, i64, pointer, pointer, pointer, i64, pointer, i64, pointer, pointer
+        )
         self.step_begin = quick("lt_step_begin", None, i64)
         self._step_end = quick("lt_step_end", i64, pointer)
         self._step_waits = quick("lt_step_waits", i64, pointer, i64)
         self.step_abandon = quick("lt_step_abandon", None)
+        self.check_calls = quick("lt_check_calls", None, integer)
+        self._take_checked = quick("lt_take_checked", None, pointer, ctypes.c_char_p, i64)
         self.touch = quick("lt_touch", None, integer)
         self.grad_began_ns = quick("lt_grad_began_ns", i64)
         self.grad_forget = quick("lt_grad_forget", None)
@@ -371,7 +385,7 @@ class Native:
 
     def range_counters(self) -> RangeCounters:
         """Return the numbers of ranges now."""
-        out = (ctypes.c_int64 * 13)()
+        out = (ctypes.c_int64 * 18)()
         self._range_counters(out)
         return RangeCounters(**dict(zip(RangeCounters.__slots__, out, strict=True)))
 
@@ -414,6 +428,12 @@ class Native:
         rows = (out[5 * row : 5 * row + 5] for row in range(count))
         return [(op, storage, begin * 1e-9, end * 1e-9, bool(asked)) for op, storage, begin, end, asked in rows]
 
+    def take_checked(self) -> tuple[int, int, int, list[str]]:
+        """Return how many calls made the same again, something else, or failed, and the names of the last two."""
+        out, names = (ctypes.c_int64 * 3)(), ctypes.create_string_buffer(1 << 16)
+        self._take_checked(out, names, len(names))
+        return out[0], out[1], out[2], names.value.decode().split()
+
     def order(self, order: Order) -> None:
         """Say who is given up first from here on."""
         self._order(_ORDERS[order])
@@ -428,7 +448,8 @@ class Native:
         names: Sequence[int],
         storages: Sequence[tuple[int, int, int, int, int, int]],
         uses: Sequence[Sequence[int]],
-        actions: Sequence[tuple[int, int, int, int]],
+        actions: Sequence[tuple[int, int, int, int, int]],
+        remade: Sequence[Sequence[int]] = (),
     ) -> int:
         """Add a compiled plan and return its number; tide.cpp says what the columns of each row are."""
         begins = [0, *accumulate(len(one) for one in uses)]
@@ -440,7 +461,17 @@ class Native:
             return (ctypes.c_int64 * max(len(values), 1))(*values)
 
         return self._plan_add(
-            len(names), array(names), len(storages), array(rows), array(begins), array(flat), len(actions), array(steps)
+            len(names),
+            array(names),
+            len(storages),
+            array(rows),
+            array(begins),
+            array(flat),
+            len(actions),
+            array(steps),
+            len(remade),
+            array([0, *accumulate(len(one) for one in remade)]),
+            array([op for one in remade for op in one]),
         )
 
     def pack(self, tensor_address: int) -> tuple[int, int, bool, int, int]:

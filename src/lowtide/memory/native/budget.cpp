@@ -7,7 +7,7 @@
 // has no point any more. Then the allocation waits, without the GIL, until anything is freed, and tries
 // again. It fails when no transfer is under way and none has ended since; that is counted here, because the movers
 // report a transfer to Python before its memory is free.
-#include "ranges.h"
+#include "remakes.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -60,11 +60,11 @@ bool is_large(void* block) {
 thread_local int64_t fetching_record = -1;
 thread_local bool evicting = false;
 
-void* try_block(int64_t n, bool large) {
+void* try_block(int64_t n, bool large, bool beyond_budget = false) {
   if (large) {
     Pages& all = pages();
     std::lock_guard<std::mutex> guard(all.mutex);
-    char* start = all.take(n);
+    char* start = beyond_budget ? all.take_beyond_budget(n) : all.take(n);
     if (!start) return nullptr;
     int64_t serial = ++counters.serial;
     Range* range = ranges().add(start, n, serial);
@@ -74,7 +74,10 @@ void* try_block(int64_t n, bool large) {
     note_made(range);
     return start;
   }
-  if (!try_reserve(n)) {
+  if (beyond_budget) {
+    counters.reserved += n;
+    raise_to(counters.peak_reserved, counters.reserved.load());
+  } else if (!try_reserve(n)) {
     Pages& all = pages();
     std::lock_guard<std::mutex> guard(all.mutex);
     all.trim_for(n);
@@ -120,7 +123,7 @@ bool interrupted() {
 void* block_after_ranges_left(int64_t n, bool large) {
   Ranges& all = ranges();
   for (;;) {
-    if (interrupted()) return nullptr;
+    if (!may_pass_budget && interrupted()) return nullptr;
     uint64_t epoch;
     {
       std::lock_guard<std::mutex> guard(pages().mutex);
@@ -212,7 +215,8 @@ void raise_trouble() {
       trouble.bytes,
       " bytes of a tensor ",
       trouble.code == ENOMEM ? "are needed by an operator whose operands alone pass the budget"
-                             : "could not be read back from the spill");
+          : trouble.code == kNotRemade ? "could not be computed again"
+                                       : "could not be read back from the spill");
 }
 
 class BudgetAllocator final : public c10::Allocator {
@@ -220,7 +224,7 @@ class BudgetAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (n == 0) return {nullptr, nullptr, &delete_block, cpu};
-    if (C10_UNLIKELY(ranges().troubled.load(std::memory_order_relaxed))) raise_trouble();
+    if (C10_UNLIKELY(ranges().troubled.load(std::memory_order_relaxed)) && !remaking) raise_trouble();
     void* block = take_block(static_cast<int64_t>(n), Patience::kWait);
     if (!block) {
       Failure f;
@@ -286,8 +290,16 @@ void* take_block(int64_t nbytes, Patience patience) {
   if (void* block = try_block(n, large)) return block;
   if (patience == Patience::kRefuse) return nullptr;
   void* block = block_after_making_room(n, large);
-  if (!block) note_refusal(n);
-  return block;
+  if (block) return block;
+  note_refusal(n);
+  if (!may_pass_budget) return nullptr;
+  // See Note [Who runs calls again].
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    ranges().counted.beyond += n;
+    ranges().note_trouble({ENOMEM, false, n, 0});
+  }
+  return try_block(n, large, true);
 }
 
 int64_t give_block(void* block) {

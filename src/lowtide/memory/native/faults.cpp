@@ -2,7 +2,7 @@
 //
 // A fault is synchronous: the thread that is interrupted was at an access of its own to tensor memory, so it holds none of
 // our locks, and may be made to wait. It may hold the GIL: it gives that up while it waits for a medium in Python.
-#include "ranges.h"
+#include "remakes.h"
 
 #include <signal.h>
 #include <ucontext.h>
@@ -46,12 +46,21 @@ bool serve(void* address, bool write) {
   ++(was_here ? all.counted.write_faults : all.counted.faults);
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kTouch, range->serial, write);
   int64_t serial = range->serial;
+  // What is computed from it is computed while it is as it was; see Note [What a recipe stands on].
+  while (write && !remaking && !in_forked_child() && range->serial == serial) {
+    std::vector<int64_t> due = remakes().dependents(range);
+    if (due.empty()) break;
+    remakes().ask(due);
+    all.change_waiting(guard, true);
+  }
+  if (range->serial != serial) return false;
   if (!all.bring_waiting(range, guard, all.needs_gil())) {
     // Freed while it was read: the access is the program's error. A child has nobody to tell of what is lost.
     if (range->serial != serial || in_forked_child()) return false;
     all.fill_lost(range);
   }
   all.touch(range, write);
+  if (write) all.note_write(range);
   return true;
 }
 

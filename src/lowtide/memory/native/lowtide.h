@@ -108,6 +108,16 @@ void log_event(Event kind, int64_t a, int64_t b = 0, int64_t c = 0);
 void lock_log_for_fork();
 void unlock_log_after_fork();
 struct Range;
+// What runs on this thread meanwhile belongs to none of the program's operators.
+class Aside {
+ public:
+  Aside();
+  ~Aside();
+  Aside(const Aside&) = delete;
+
+ private:
+  void* outermost_;
+};
 // A block was made on this thread: the operator that runs uses it until it ends. With `pages().mutex` held.
 void note_made(Range* range);
 // The outermost operator that runs on this thread, as its caller names it, or "" if operators are not observed.

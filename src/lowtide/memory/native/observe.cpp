@@ -5,12 +5,15 @@
 // Note [Announcing]: before an operator runs, its operands are pinned and brought back; what it allocates is pinned too;
 // when it ends, all of it may leave again. Views touch no bytes, and what is composed of other operators leaves it to
 // them. A list of tensors too long for memory (a fused optimizer's) is not pinned: faults bring its tensors one by one.
+#include "remakes.h"
 #include "schedule.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <pthread.h>
 
 #include <cstring>
@@ -97,7 +100,9 @@ struct Facts {
   bool computes = false;  // neither a view nor composed of others: an operator of a trace
   bool touches = false;   // and it reads or writes the bytes of what it is given
   bool goes_on = false;   // after it has returned, too: a collective, which the kernel reads and writes for
-  std::vector<bool> writes;  // by argument
+  std::vector<bool> writes;   // by argument
+  std::vector<bool> changes;  // by argument: those, and what may be written though nothing says so
+  Repeats repeats;
 };
 
 bool ends_with(const std::string& text, const char* end) {
@@ -127,8 +132,15 @@ Facts facts_from_schema(const at::RecordFunction& fn) {
   // These look at shapes only.
   facts.touches = !ends_with(facts.name, "_like") && facts.name.find("::new_") == std::string::npos;
   facts.goes_on = facts.name.compare(0, 6, "c10d::") == 0;
-  for (const auto& argument : schema.arguments())
-    facts.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+  facts.repeats = repeats_of(*op, !facts.touches);
+  bool silent = facts.name.compare(0, 6, "aten::") != 0;  // collectives, for one, write what they do not say they write
+  bool backward = ends_with(facts.name, "_backward");
+  for (const auto& argument : schema.arguments()) {
+    bool writes = argument.alias_info() && argument.alias_info()->isWrite();
+    bool statistics = !backward && argument.name().compare(0, 8, "running_") == 0;
+    facts.writes.push_back(writes);
+    facts.changes.push_back(writes || statistics || silent);
+  }
   return facts;
 }
 
@@ -151,6 +163,8 @@ struct Hold {
 struct Use : at::ObserverContext {
   std::vector<Hold> holds;
   bool computes = false;
+  int64_t stamp = 0;           // of what it writes, if it is the outermost
+  std::shared_ptr<Call> call;  // if it is to be run again
 };
 
 std::atomic<bool> touching{false};
@@ -158,10 +172,10 @@ std::atomic<int64_t> stress_one_in{0};  // for tests: one operator in so many ma
 thread_local Use* outermost = nullptr;
 thread_local uint64_t dice = 0x9E3779B97F4A7C15ull;
 
-struct Operand {
+struct Touched {
   Range* range;
   int64_t serial;  // another thread may free it while this one waits
-  bool writes;
+  bool writes, changes;
   bool demanded = false;  // it is away, and nobody has asked for it
 };
 
@@ -180,9 +194,10 @@ Range* range_of(const at::Tensor& tensor) {
 }
 
 // With `pages().mutex` held.
-void collect(const c10::IValue& value, bool writes, std::vector<Operand>& single, std::vector<Operand>& listed) {
-  auto add = [&](const at::Tensor& tensor, std::vector<Operand>& into) {
-    if (Range* range = range_of(tensor)) into.push_back({range, range->serial, writes});
+void collect(
+    const c10::IValue& value, bool writes, bool changes, std::vector<Touched>& single, std::vector<Touched>& listed) {
+  auto add = [&](const at::Tensor& tensor, std::vector<Touched>& into) {
+    if (Range* range = range_of(tensor)) into.push_back({range, range->serial, writes, changes});
   };
   if (value.isTensor()) {
     add(value.toTensor(), single);
@@ -204,45 +219,144 @@ bool is_followed(const at::RecordFunction& fn) {
   return false;
 }
 
+// For tests: every call that can run again does so at once, and is compared.
+std::atomic<bool> checking_calls{false};
+
+// What must be made before an operator may begin.
+struct Due {
+  std::vector<int64_t> used;      // by itself
+  std::vector<int64_t> computed;  // from what it changes
+};
+
+Due due_before(const std::vector<Touched>& single, const std::vector<Touched>& listed) {
+  Due due;
+  if (!remakes().any()) return due;
+  for (const auto* touched : {&single, &listed})
+    for (const Touched& each : *touched) {
+      if (Ranges::is_discarded(each.range) && !each.range->lost) due.used.push_back(each.serial);
+      if (!each.changes) continue;
+      std::vector<int64_t> dependents = remakes().dependents(each.range);
+      due.computed.insert(due.computed.end(), dependents.begin(), dependents.end());
+    }
+  return due;
+}
+
 // See Note [Announcing].
 void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   Ranges& all = ranges();
-  thread_local std::vector<Operand> single, listed;
-  single.clear();
-  listed.clear();
+  thread_local std::vector<Touched> single, listed;
   std::unique_lock<std::mutex> guard(pages().mutex);
-  if (!outermost && facts.computes && schedule().in_step()) {
+  bool begins = !outermost && facts.computes;
+  bool of_step = begins && !remaking && schedule().in_step();
+  if (begins) use.stamp = ++all.write_clock;
+  if (of_step) {
     if (!grad_began_ns && is_followed(fn)) grad_began_ns = now_ns();
-    schedule().on_operator(facts.id);
+    remakes().have_waiting(schedule().on_operator(facts.id), guard, true);
     int64_t one_in = stress_one_in.load(std::memory_order_relaxed);
     dice = dice * 6364136223846793005ull + 1442695040888963407ull;
     if (one_in && (dice >> 33) % one_in == 0) all.leave_all();
   }
-  if (!facts.touches || !all.announcing) return;
+  bool remembers = (of_step && schedule().remembers()) || (begins && !remaking && checking_calls);
+  if (!facts.touches || !all.announcing) {
+    if (remembers && all.announcing) use.call = remember(fn, facts.repeats, use.stamp);
+    if (of_step) schedule().on_call(use.call);
+    return;
+  }
   auto inputs = fn.inputs();
-  for (size_t i = 0; i < inputs.size(); ++i)
-    collect(inputs[i], i < facts.writes.size() && facts.writes[i], single, listed);
+  for (bool refused = false;;) {
+    single.clear();
+    listed.clear();
+    for (size_t i = 0; i < inputs.size(); ++i)
+      collect(
+          inputs[i], i < facts.writes.size() && facts.writes[i], i < facts.changes.size() && facts.changes[i], single,
+          listed);
+    Due due = due_before(single, listed);
+    if (remaking || (due.computed.empty() && (due.used.empty() || refused))) break;
+    refused = !due.used.empty();
+    remakes().have_waiting(std::move(due.used), guard, true);
+    remakes().have_waiting(std::move(due.computed), guard, false);
+  }
+  if (remembers) use.call = remember(fn, facts.repeats, use.stamp);
+  if (of_step) schedule().on_call(use.call);
+  int64_t stamp = outermost ? outermost->stamp : begins ? use.stamp : ++all.write_clock;
   int64_t list_bytes = 0;
-  for (const Operand& operand : listed) list_bytes += operand.range->bytes;
+  for (const Touched& operand : listed) {
+    list_bytes += operand.range->bytes;
+    if (operand.changes) all.note_write(operand.range, stamp);
+  }
+  for (const Touched& operand : single)
+    if (operand.changes) all.note_write(operand.range, stamp);
   int64_t budget = counters.budget.load(std::memory_order_relaxed);
   if (!budget || list_bytes <= budget / 2 || facts.goes_on) single.insert(single.end(), listed.begin(), listed.end());
   if (single.empty()) return;
   ++all.counted.touches;
-  for (const Operand& operand : single) {
+  for (const Touched& operand : single) {
     all.pin(operand.range);
-    if (!facts.goes_on) use.holds.push_back({operand.range, operand.serial});
+    if (facts.goes_on)
+      ++operand.range->lent;  // the kernel writes there when nobody is told
+    else
+      use.holds.push_back({operand.range, operand.serial});
   }
-  for (Operand& operand : single) {
+  for (Touched& operand : single) {
     operand.demanded = operand.range->place == Place::kAway;
     if (operand.demanded) all.prefetch(operand.range);  // all of them at once, where there is room
   }
-  for (const Operand& operand : single) {
+  for (const Touched& operand : single) {
     int64_t waited_ns = 0;
     bool here = operand.range->place == Place::kHere || all.bring_waiting(operand.range, guard, true, &waited_ns);
     if (!here || operand.range->serial != operand.serial) continue;
     all.touch(operand.range, operand.writes);
-    if (waited_ns && schedule().in_step()) schedule().on_wait(operand.range, waited_ns, operand.demanded);
+    if (waited_ns && !remaking && schedule().in_step())
+      schedule().on_wait(operand.range, waited_ns, operand.demanded);
   }
+}
+
+// ---- calls that are checked ----
+
+struct Checked {
+  int64_t same = 0, other = 0, failed = 0;
+  std::vector<std::string> names;  // of those that are not the same
+};
+std::mutex checked_mutex;
+Checked checked;
+
+bool is_same(const at::Tensor& one, const at::Tensor& other) {
+  if (!one.defined() || !other.defined()) return one.defined() == other.defined();
+  if (one.sizes() != other.sizes() || one.scalar_type() != other.scalar_type() || one.layout() != other.layout())
+    return false;
+  if (one.layout() != at::kStrided || one._is_zerotensor()) return true;
+  if (one.strides() != other.strides() || one.is_conj() != other.is_conj() || one.is_neg() != other.is_neg())
+    return false;
+  c10::InferenceMode plain(false);
+  at::NoGradGuard no_grad;
+  at::Tensor a = one.resolve_conj().resolve_neg().contiguous(), b = other.resolve_conj().resolve_neg().contiguous();
+  return a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+void check(const Call& call, const at::RecordFunction& fn) {
+  bool large = false;
+  call.each_operand([&](const Operand& operand) { large |= operand.serial != 0; });
+  bool raised = fn.outputs().size() != call.op.schema().returns().size();
+  if (large || raised) return;
+  std::vector<at::Tensor> outputs, again;
+  for (const auto& value : fn.outputs())
+    each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
+  Aside aside;
+  remaking = true;
+  int64_t Checked::*result = &Checked::same;
+  try {
+    again = run_again(call, [](const Operand&) { return c10::Storage(); });
+    bool same = again.size() == outputs.size();
+    for (size_t i = 0; same && i < again.size(); ++i) same = is_same(outputs[i], again[i]);
+    if (!same) result = &Checked::other;
+  } catch (const std::exception&) {
+    result = &Checked::failed;
+  }
+  again.clear();
+  remaking = false;
+  std::lock_guard<std::mutex> guard(checked_mutex);
+  ++(checked.*result);
+  if (result != &Checked::same) checked.names.emplace_back(fn.name());
 }
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
@@ -264,19 +378,21 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
   return use;
 }
 
-void end_use(Use& use) {
+void end_use(Use& use, const at::RecordFunction& fn) {
+  if (use.call && checking_calls) check(*use.call, fn);
   bool ends = outermost == &use;
   if (ends) outermost = nullptr;
   if (use.holds.empty() && !ends) return;
   Ranges& all = ranges();
   std::lock_guard<std::mutex> guard(pages().mutex);
-  if (ends && schedule().in_step()) schedule().on_operator_end();
+  if (ends && !remaking && schedule().in_step()) schedule().on_operator_end();
+  if (use.call) note_products(*use.call, fn);
   for (const Hold& hold : use.holds)
     if (hold.range->serial == hold.serial) all.unpin(hold.range);
 }
 
 void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
-  if (context) end_use(*static_cast<Use*>(context));
+  if (context) end_use(*static_cast<Use*>(context), fn);
   // Not always the last: a range of the user's is opened inside an operator that ends before it does.
   for (size_t at = running.size(); at-- > 0;)
     if (running[at] == fn.name() || std::strcmp(running[at], fn.name()) == 0) {
@@ -337,6 +453,7 @@ void after_fork_in_child() {
 }  // namespace
 
 void log_event(Event kind, int64_t a, int64_t b, int64_t c) {
+  if (remaking) return;  // none of it is the program's doing
   Entry entry{static_cast<int32_t>(kind), thread_number(), now_ns(), a, b, c};
   std::lock_guard<std::mutex> guard(log_mutex);
   if (!logging) return;  // it was stopped meanwhile, and somebody has counted the entries
@@ -354,12 +471,21 @@ void unlock_log_after_fork() {
 }
 
 void note_made(Range* range) {
+  range->written_at = outermost ? outermost->stamp : ++ranges().write_clock;
   if (outermost) {
     ranges().pin(range);
     outermost->holds.push_back({range, range->serial});
   }
-  if (touching.load(std::memory_order_relaxed) && range->bytes >= ranges().least_bytes && schedule().in_step())
+  if (touching.load(std::memory_order_relaxed) && range->bytes >= ranges().least_bytes && !remaking &&
+      schedule().in_step())
     schedule().on_born(range);
+}
+
+Aside::Aside() : outermost_(outermost) {
+  outermost = nullptr;
+}
+Aside::~Aside() {
+  outermost = static_cast<Use*>(outermost_);
 }
 
 const char* current_op() {
@@ -433,6 +559,23 @@ int64_t lt_take_strangers() {
 void lt_stress(int64_t one_in, uint64_t seed) {
   stress_one_in = one_in;
   dice = seed * 2 + 1;
+}
+
+// For tests: run every call that can be run again once more, at once, on small operands; or stop that.
+void lt_check_calls(int on) {
+  checking_calls = on != 0;
+}
+
+// Calls that made the same again, something else, or failed, since the last time. Returns the names of the last two, each
+// with an end of line, as far as they fit.
+void lt_take_checked(int64_t* out, char* names, int64_t bytes) {
+  std::lock_guard<std::mutex> guard(checked_mutex);
+  int64_t values[] = {checked.same, checked.other, checked.failed};
+  std::memcpy(out, values, sizeof(values));
+  std::string all;
+  for (const std::string& name : checked.names) all += name + "\n";
+  std::snprintf(names, bytes, "%s", all.c_str());
+  checked = Checked{};
 }
 
 int64_t lt_name_id(const char* name) {

@@ -3,10 +3,12 @@
 #include "lowtide.h"
 
 #include <list>
+#include <memory>
 
 namespace lowtide {
 
 struct Transfer;
+struct Recipe;
 
 // Where a range's bytes are, and who pays for them. `dirty` and `slot` say whether its tier holds them too.
 enum class Place : uint8_t {
@@ -45,6 +47,13 @@ struct Range {
   Slot slot;
   int64_t slot_forks = 0;  // how many forks there had been when its slot was written
   uint64_t checksum = 0;
+  int64_t written_at = 0;  // by the clock of writes: who has seen this number has seen these bytes
+  int lent = 0;            // to borrowers who may write unseen; they are among the pins
+  int liens = 0;           // recipes that read it; see Note [What a recipe stands on]
+  bool orphan = false;     // its owner has freed it, and waits for the liens
+  void* keeper = nullptr;  // of foreign memory: what frees it, for an orphan's end
+  void (*free_keeper)(void*) = nullptr;
+  std::shared_ptr<Recipe> recipe;  // it is discarded, or on trial (remakes.h)
   char* data = nullptr;           // the tensor's own address; below `start` for foreign memory
   Transfer* transfer = nullptr;   // under way
   std::list<Range*>::iterator by_age;  // its place among all ranges, least recently touched first

@@ -2,6 +2,7 @@
 #include "ranges.h"
 
 #include "checksum.h"
+#include "remakes.h"
 #include "schedule.h"
 
 #include <fcntl.h>
@@ -58,11 +59,17 @@ void Ranges::forget(Range* range) {
   by_data_.erase(range->data);
   by_serial_.erase(range->serial);
   range->serial = 0;
+  range->recipe = nullptr;
   unused_.push_back(range);
   progress();
 }
 
 void Ranges::remove(Range* range) {
+  if (range->liens > 0) {
+    range->orphan = true;
+    return;
+  }
+  remakes().forget(range);
   if (range->place != Place::kAway) counters.live -= range->bytes;
   if (range->place == Place::kHere) {
     if (!range->writable) mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE);
@@ -88,6 +95,17 @@ Range* Ranges::adopt(char* data, int64_t bytes) {
   raise_to(counters.peak_reserved, counters.reserved.load());
   count_live(length);
   return range;
+}
+
+void Ranges::let_go(Range* range) {
+  void* keeper = range->keeper;
+  auto free_keeper = range->free_keeper;
+  if (!range->foreign) {
+    remove(range);
+    return;
+  }
+  disown(range);
+  free_keeper(keeper);
 }
 
 void Ranges::disown(Range* range) {
@@ -117,6 +135,20 @@ void Ranges::touch(Range* range, bool writes) {
   if (!writes) return;
   range->dirty = true;
   if (range->place == Place::kHere && !range->writable) make_writable(range);
+}
+
+void Ranges::note_write(Range* range, int64_t stamp) {
+  range->written_at = stamp;
+  if (range->recipe && range->recipe->trial) remakes().forget(range);  // it is not what was to be made again
+}
+
+void Ranges::protect(Range* range) {
+  bool may = range->place == Place::kHere && range->writable && range->lent == 0;
+  if (may && mprotect(range->start, range->bytes, PROT_READ) == 0) range->writable = false;
+}
+
+bool Ranges::is_discarded(const Range* range) {
+  return range->recipe && !range->recipe->trial;
 }
 
 void Ranges::unpin(Range* range) {
@@ -168,6 +200,7 @@ bool Ranges::make_writable(Range* range) {
 void Ranges::settle(Range* range, char* from) {
   if (!pages().attach(from, range->bytes, range->start)) std::abort();  // a hole takes as many mappings as its pages had
   range->place = Place::kHere;
+  if (range->liens > 0) protect(range);
   progress();
 }
 
@@ -217,12 +250,31 @@ void Ranges::hurry(Transfer* transfer) {
 bool Ranges::prefetch(Range* range) {
   range->leave_asked = false;
   if (range->place == Place::kLeaving) call_back(range);
-  if (range->place != Place::kAway) return true;
+  if (range->place != Place::kAway || is_discarded(range)) return true;
   if (range->lost || stopping_) return false;
   char* room = pages().take(range->bytes);
   if (!room) return false;
   begin_read(range, room, false);
   return true;
+}
+
+void Ranges::change_waiting(std::unique_lock<std::mutex>& guard, bool with_gil) {
+  uint64_t seen = epoch_;
+  auto moved_on = [&] { return epoch_ != seen; };
+  ++waiting_;
+  if (with_gil) {
+    guard.unlock();
+    {
+      WithoutGil released;
+      guard.lock();
+      changed.wait(guard, moved_on);
+      guard.unlock();
+    }
+    guard.lock();
+  } else {
+    changed.wait(guard, moved_on);
+  }
+  --waiting_;
 }
 
 bool Ranges::bring_waiting(
@@ -239,6 +291,9 @@ bool Ranges::bring_waiting(
       if (call_back(range)) continue;
     } else if (range->lost) {
       break;
+    } else if (is_discarded(range)) {
+      if (remaking) break;
+      remakes().ask({serial});
     } else if (range->place == Place::kAway) {
       char* room = pages().take(range->bytes);
       if (!room) {
@@ -266,22 +321,7 @@ bool Ranges::bring_waiting(
       ++counted.waits;
       meter.wait(+1);
     }
-    uint64_t seen = epoch_;
-    auto moved_on = [&] { return epoch_ != seen; };
-    ++waiting_;
-    if (with_gil) {
-      guard.unlock();
-      {
-        WithoutGil released;
-        guard.lock();
-        changed.wait(guard, moved_on);
-        guard.unlock();
-      }
-      guard.lock();
-    } else {
-      changed.wait(guard, moved_on);
-    }
-    --waiting_;
+    change_waiting(guard, with_gil || is_discarded(range));
   }
   if (began_ns) {
     int64_t waited = now_ns() - began_ns;
@@ -383,6 +423,35 @@ bool Ranges::leave(Range* range, int32_t tier) {
   return true;
 }
 
+bool Ranges::discard(Range* range) {
+  if (!may_leave(range) || ending_ || !running()) return false;
+  char* away = pages().detach(range->start, range->bytes, range->writable);
+  if (!away) {
+    range->stuck = true;
+    return false;
+  }
+  give_slot(range->slot, range->bytes, range->slot_forks);
+  range->writable = range->dirty = true;
+  range->place = Place::kAway;
+  counters.live -= range->bytes;
+  if (logging.load(std::memory_order_relaxed)) log_event(Event::kLeft, range->serial, range->bytes, 0);
+  pages().keep_merged(away, range->bytes);
+  progress();
+  return true;
+}
+
+void Ranges::transplant(Range* from, Range* to) {
+  char* away = pages().detach(from->start, from->bytes, from->writable);
+  TORCH_CHECK(away, "lowtide: what was made again cannot be moved to its place");
+  from->place = Place::kAway;
+  from->writable = from->dirty = true;
+  give_slot(from->slot, from->bytes, from->slot_forks);
+  counters.live -= from->bytes;
+  count_live(to->bytes);
+  to->writable = to->dirty = true;
+  settle(to, away);
+}
+
 Range* Ranges::victim(int64_t need, bool at_fault) const {
   if (order == Order::kNothing) return nullptr;
   Range* best = nullptr;
@@ -469,6 +538,7 @@ void Ranges::fill_lost(Range* range) {
   std::memset(room, 0xFF, range->bytes);
   count_live(range->bytes);
   note_trouble({range->lost, false, range->bytes, range->slot.tier});
+  remakes().forget(range);
   range->filled = range->writable = true;
   settle(range, room);
 }
@@ -630,6 +700,7 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   ending_ = stopping_ = false;
   counted.written = counted.read = counted.released = counted.faults = counted.write_faults = 0;
   counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
+  remakes().counted = {};
   meter.forget();
   forget_trouble();
   unstick();
@@ -681,6 +752,7 @@ int Ranges::stop_waiting(bool bring_back) {
 // fork waits for the chunks of files in flight. A medium in Python is not waited for: its thread may need the GIL that we
 // hold.
 void Ranges::pause_for_fork() {
+  remakes().remake_all();  // a child has nobody who could
   std::unique_lock<std::mutex> guard(pages().mutex);
   forking_ = true;
   idle_.wait(guard, [&] { return transferring_ == 0; });
@@ -714,12 +786,14 @@ void Ranges::abandon_in_child() {
   transferring_ = 0;
   schedule().abandon_step();
   schedule().clear();
+  remakes().abandon_in_child();
   for (const Child& child : children_) close(child.pipe);
   children_.clear();
   buried_.clear();
   inherited_ = static_cast<int32_t>(tiers.size());
   for (Range* range : by_age_) {
     range->leave_asked = false;
+    if (is_discarded(range)) range->lost = kNotRemade;
     Transfer* transfer = range->transfer;
     if (!transfer) continue;
     range->transfer = nullptr;
@@ -739,6 +813,7 @@ void Ranges::abandon_in_child() {
 bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard) {
   int64_t serial = range->serial;
   if (range->place == Place::kHere) return true;
+  if (range->lost || is_discarded(range)) return false;
   if (range->slot.tier >= static_cast<int32_t>(tiers.size())) return false;
   char* room = pages().take_beyond_budget(range->bytes);
   if (!room) return false;

@@ -96,6 +96,7 @@ class Ranges {
   int64_t least_bytes = kLarge;  // smaller ranges never leave
   bool announcing = true;        // operators bring their operands back before they run; else faults do
   int64_t clock = 0;             // counts touches
+  int64_t write_clock = 0;       // counts operators, and writes outside of them
   Order order = Order::kOldest;
   int32_t home_tier = 0;         // where ranges leave to that no plan sends elsewhere
 
@@ -134,8 +135,25 @@ class Ranges {
   // Start to bring back what is away, if there is room now without giving anything up.
   bool prefetch(Range* range);
   bool make_writable(Range* range);
+  // Have writes fault that nobody announces; not those of borrowers: the kernel may write for them, and would fail.
+  void protect(Range* range);
+  // The range changes: by the operator with that number, or by nobody who is known.
+  void note_write(Range* range, int64_t stamp);
+  void note_write(Range* range) {
+    note_write(range, ++write_clock);
+  }
+  // Go on once something changed; whoever holds the GIL may give it up meanwhile.
+  void change_waiting(std::unique_lock<std::mutex>& guard, bool with_gil);
 
   // ---- leaving ----
+
+  // Give a range's pages up without a copy. False: they cannot be moved.
+  bool discard(Range* range);
+  // Give the pages of one range to another, which has none; its owner frees the first one next.
+  void transplant(Range* from, Range* to);
+  // The last lien on a range is gone whose owner has freed it.
+  void let_go(Range* range);
+  static bool is_discarded(const Range* range);
 
   // Start to give a range's pages up; false if that is not possible now.
   bool leave(Range* range, int32_t tier);
@@ -191,6 +209,8 @@ class Ranges {
   }
   // The trouble has been told: what was lost may be read again.
   void forget_trouble();
+  void note_trouble(const Trouble& trouble);
+  void progress();
   uint64_t epoch() const {
     return epoch_;
   }
@@ -217,7 +237,6 @@ class Ranges {
   // In a forked child, which has no threads: bring a range back on this one.
   bool bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard);
   void forget(Range* range);
-  void progress();
   void begin_read(Range* range, char* pages, bool urgent);
   void hurry(Transfer* transfer);
   void give_slot(Slot& slot, int64_t bytes, int64_t forks);
@@ -237,7 +256,6 @@ class Ranges {
   std::deque<Transfer*> reads_, writes_;
   std::vector<std::thread> threads_;
   std::condition_variable queued_, idle_;
-  void note_trouble(const Trouble& trouble);
 
   // See Note [Children].
   struct Child {

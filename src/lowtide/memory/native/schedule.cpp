@@ -18,6 +18,8 @@ void Schedule::clear() {
   plans_.clear();
   bound_.clear();
   deferred_.clear();
+  calls_.clear();
+  remakes().forget_experience();
 }
 
 void Schedule::begin_step(int64_t id) {
@@ -26,6 +28,7 @@ void Schedule::begin_step(int64_t id) {
   seen_.clear();
   born_.clear();
   waits_.clear();
+  calls_.clear();
   cursor_ = -1;
   running_ = resized_ = false;
   born_since_ = 0;
@@ -82,25 +85,27 @@ void Schedule::diverge() {
 
 int64_t Schedule::end_step() {
   in_step_ = false;
+  calls_.clear();
   return is_whole() && !resized_ ? plan_->id : -1;
 }
 
 void Schedule::abandon_step() {
   in_step_ = false;
+  calls_.clear();
   follow(nullptr);
 }
 
-void Schedule::on_operator(int64_t name) {
+std::vector<int64_t> Schedule::on_operator(int64_t name) {
   ++cursor_;
   running_ = true;
   born_since_ = 0;
   seen_.push_back(name);
-  if (!plan_) return;
+  if (!plan_) return {};
   if (cursor_ >= static_cast<int64_t>(plan_->names.size()) || plan_->names[cursor_] != name) {
     diverge();
-    if (!plan_) return;
+    if (!plan_) return {};
   }
-  do_actions();
+  return do_actions();
 }
 
 void Schedule::on_wait(const Range* range, int64_t waited_ns, bool demanded) {
@@ -130,8 +135,26 @@ void Schedule::on_born(Range* range) {
   range->tracked = plan_->leaves_again[found->second];
 }
 
-void Schedule::do_actions() {
+// What cannot be given up without a copy leaves with one (R6).
+void Schedule::discard(Range* range, const Action& action) {
+  const Decision& decision = plan_->decisions[action.decision];
+  std::vector<std::shared_ptr<Call>> calls;
+  for (int64_t op : decision.ops) {
+    auto found = calls_.find(op);
+    calls.push_back(found == calls_.end() ? nullptr : found->second);
+  }
+  if (remakes().discard(range, action.tier, decision, calls)) return;
+  if (range->pins > 0 || range->place == Place::kArriving) {
+    range->leave_asked = true;
+    range->leave_tier = action.tier;
+  } else {
+    ranges().leave(range, action.tier);
+  }
+}
+
+std::vector<int64_t> Schedule::do_actions() {
   Ranges& all = ranges();
+  std::vector<int64_t> due;
   for (const Action& action : plan_->actions[cursor_]) {
     Range* range = all.of_serial(bound_[action.storage]);
     if (!range) continue;
@@ -139,7 +162,16 @@ void Schedule::do_actions() {
       if (!all.prefetch(range)) deferred_.push_back(action.storage);
       continue;
     }
+    if (action.kind == Action::kRemake) {
+      if (range->recipe) due.push_back(range->serial);
+      if (!Ranges::is_discarded(range)) all.prefetch(range);
+      continue;
+    }
     std::erase(deferred_, action.storage);
+    if (action.kind == Action::kDiscard) {
+      discard(range, action);
+      continue;
+    }
     if (range->pins > 0 || range->place == Place::kArriving) {
       range->leave_asked = true;
       range->leave_tier = action.tier;
@@ -153,6 +185,7 @@ void Schedule::do_actions() {
     if (range && range->place == Place::kAway && !all.prefetch(range)) deferred_[left++] = storage;
   }
   deferred_.resize(left);
+  return due;
 }
 
 int64_t Schedule::next_use(const Range* range) const {

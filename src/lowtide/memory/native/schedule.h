@@ -6,16 +6,17 @@
 // batch that is not full, a cache that grows) the plan goes on without it: weights come and go as planned.
 // Guarded by `pages().mutex`.
 #pragma once
-#include "ranges.h"
+#include "remakes.h"
 
 namespace lowtide {
 
 // What a plan does with a storage when an operator begins.
 struct Action {
-  enum Kind : int32_t { kLeave = 0, kFetch = 1 };
+  enum Kind : int32_t { kLeave = 0, kFetch = 1, kDiscard = 2, kRemake = 3 };
   int32_t kind;
   int32_t tier;
   int64_t storage;
+  int64_t decision;  // of kDiscard
 };
 
 // An operator of a planned step that waited for a storage; `demanded`: nobody had asked for it before.
@@ -28,6 +29,8 @@ struct Plan {
   int64_t id;
   std::vector<int64_t> names;                // of the operators, by the log's numbers
   std::vector<std::vector<Action>> actions;  // by operator
+  std::vector<Decision> decisions;           // what is discarded
+  std::vector<bool> remembered;              // by operator: some decision runs it again
   std::vector<std::vector<int64_t>> uses;    // operators that touch a storage, by storage
   std::vector<int64_t> bytes;                // by storage
   std::vector<int32_t> tier;                 // by storage: where it leaves to if memory runs out
@@ -51,8 +54,16 @@ class Schedule {
   bool in_step() const {
     return in_step_ && std::this_thread::get_id() == thread_;
   }
-  // An operator of the step begins: `name` is its number in the log.
-  void on_operator(int64_t name);
+  // An operator of the step begins: `name` is its number in the log. Returns the ranges that have to be made before.
+  std::vector<int64_t> on_operator(int64_t name);
+  // Whether its call is to be remembered.
+  bool remembers() const {
+    return plan_ && plan_->remembered[cursor_];
+  }
+  // It is, or cannot be (nullptr).
+  void on_call(std::shared_ptr<Call> call) {
+    if (remembers()) calls_[cursor_] = std::move(call);
+  }
   void on_operator_end() {
     running_ = false;
   }
@@ -89,7 +100,8 @@ class Schedule {
  private:
   void follow(Plan* plan);
   void diverge();
-  void do_actions();
+  std::vector<int64_t> do_actions();
+  void discard(Range* range, const Action& action);
   bool starts_alike(const Plan& plan) const;
   Plan* other_plan() const;
   bool is_whole() const {
@@ -102,6 +114,7 @@ class Schedule {
   bool running_ = false;  // the operator that began last
   bool resized_ = false;  // a block of another size than the plan's was made
   std::thread::id thread_;
+  std::unordered_map<int64_t, std::shared_ptr<Call>> calls_;  // of the step, by operator
   std::vector<int64_t> seen_;  // names of the step's operators
   struct Born {
     int64_t op, number, bytes, serial;

@@ -13,6 +13,7 @@ using namespace lowtide;
 namespace {
 
 std::vector<Tier> waiting_tiers;
+constexpr uint64_t kPrime = 0x100000001B3ull;  // of a hash
 
 void pause_for_fork() {
   ranges().pause_for_fork();
@@ -35,6 +36,12 @@ void delete_adopted(void* context) {
   {
     std::lock_guard<std::mutex> guard(pages().mutex);
     if (logging.load(std::memory_order_relaxed)) log_event(Event::kFree, adopted->range->serial, adopted->range->block);
+    if (adopted->range->liens > 0) {
+      adopted->range->orphan = true;
+      adopted->range->keeper = adopted;
+      adopted->range->free_keeper = [](void* keeper) { delete static_cast<Adopted*>(keeper); };
+      return;
+    }
     ranges().disown(adopted->range);
   }
   delete adopted;
@@ -90,6 +97,7 @@ void lt_catch_faults() {
 int lt_ranges_stop(int bring_back) {
   WithoutGil released;
   if (in_forked_child()) return 0;
+  remakes().remake_all();
   {
     std::lock_guard<std::mutex> guard(pages().mutex);
     schedule().clear();
@@ -155,9 +163,14 @@ int64_t lt_lend_storage(c10::StorageImpl* storage) {
   Range* range = ranges().of_data(storage->data());
   if (!range) return 0;
   int64_t serial = range->serial;
+  // Whoever has the address may write.
   ranges().pin(range);
+  remakes().have_waiting(remakes().dependents(range), guard, false);
+  if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
   if (ranges().bring_waiting(range, guard, true)) {
-    ranges().touch(range, true);  // whoever has the address may write
+    ranges().touch(range, true);
+    ranges().note_write(range);
+    ++range->lent;
     return serial;
   }
   if (range->serial == serial) ranges().unpin(range);
@@ -170,7 +183,11 @@ int64_t lt_lend(c10::TensorImpl* tensor) {
 
 void lt_take_back(int64_t serial) {
   std::lock_guard<std::mutex> guard(pages().mutex);
-  if (Range* range = ranges().of_serial(serial)) ranges().unpin(range);
+  Range* range = ranges().of_serial(serial);
+  if (!range) return;
+  --range->lent;
+  ranges().note_write(range);
+  ranges().unpin(range);
 }
 
 // Wait until no transfer is under way.
@@ -200,14 +217,17 @@ int64_t lt_shrink() {
   }
 }
 
-// leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges, bytes away
+// leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges, bytes away;
+// bytes discarded, calls that ran again, ns that took, trials, ranges that were not discarded
 void lt_range_counters(int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   const RangeCounters& c = ranges().counted;
   int64_t away = 0;
   ranges().each([&](Range* range) { away += range->place == Place::kAway ? range->bytes : 0; });
-  int64_t values[] = {c.leaving,      c.arriving, c.written, c.read,    c.released, c.faults, c.write_faults,
-                      c.touches,      c.waits,    c.wait_ns, c.beyond,  ranges().count(),  away};
+  const RemakeCounters& r = remakes().counted;
+  int64_t values[] = {c.leaving, c.arriving, c.written, c.read,   c.released,       c.faults,
+                      c.write_faults, c.touches, c.waits, c.wait_ns, c.beyond, ranges().count(),
+                      away, r.discarded, r.calls, r.ns, r.trials, r.refused};
   std::memcpy(out, values, sizeof(values));
 }
 
@@ -238,7 +258,8 @@ void lt_take_trouble(int64_t* out) {
 
 // Compile a plan. `names`: of its operators. Storages: serial (-1: made in the step), operator before its birth and its
 // number there, bytes, tier, whether it leaves again. Uses: operators, by storage, from use_begin[i] to use_begin[i + 1].
-// Actions: operator, kind, storage, tier. Returns its number.
+// Actions: operator, kind, storage, tier, decision. Decisions: operators, by decision, from remade_begin[i] to
+// remade_begin[i + 1]. Returns its number.
 int64_t lt_plan_add(
     int64_t op_count,
     const int64_t* names,
@@ -247,7 +268,10 @@ int64_t lt_plan_add(
     const int64_t* use_begin,
     const int64_t* uses,
     int64_t action_count,
-    const int64_t* actions) {
+    const int64_t* actions,
+    int64_t decision_count,
+    const int64_t* remade_begin,
+    const int64_t* remade) {
   auto plan = std::make_unique<Plan>();
   plan->names.assign(names, names + op_count);
   plan->actions.resize(op_count);
@@ -264,10 +288,30 @@ int64_t lt_plan_add(
     plan->uses.emplace_back(uses + use_begin[i], uses + use_begin[i + 1]);
   }
   for (int64_t i = 0; i < action_count; ++i) {
-    const int64_t* row = actions + 4 * i;
-    plan->actions[row[0]].push_back({static_cast<int32_t>(row[1]), static_cast<int32_t>(row[3]), row[2]});
+    const int64_t* row = actions + 5 * i;
+    plan->actions[row[0]].push_back({static_cast<int32_t>(row[1]), static_cast<int32_t>(row[3]), row[2], row[4]});
   }
+  plan->remembered.resize(op_count);
+  for (int64_t i = 0; i < decision_count; ++i) {
+    Decision decision{{remade + remade_begin[i], remade + remade_begin[i + 1]}, kPrime};
+    for (int64_t op : decision.ops) {
+      plan->remembered[op] = true;
+      decision.key = (decision.key ^ static_cast<uint64_t>(op)) * kPrime;
+      decision.key = (decision.key ^ static_cast<uint64_t>(names[op])) * kPrime;
+    }
+    plan->decisions.push_back(std::move(decision));
+  }
+  // The same operators may make several storages.
+  for (const auto& row : plan->actions)
+    for (const Action& action : row)
+      if (action.kind == Action::kDiscard) {
+        uint64_t& key = plan->decisions[action.decision].key;
+        key = (key ^ static_cast<uint64_t>(plan->bytes[action.storage])) * kPrime;
+        key = (key ^ static_cast<uint64_t>(storages[6 * action.storage + 1])) * kPrime;
+        key = (key ^ static_cast<uint64_t>(storages[6 * action.storage + 2])) * kPrime;
+      }
   std::lock_guard<std::mutex> guard(pages().mutex);
+  if (decision_count > 0) remakes().start();
   return schedule().add(std::move(plan));
 }
 
@@ -280,6 +324,7 @@ void lt_step_begin(int64_t plan) {
 // out: operators seen, where the step left the plan it began with (-1: nowhere), whether it had a plan's operators and
 // other blocks. Returns the plan followed to its end, or -1.
 int64_t lt_step_end(int64_t* out) {
+  remakes().remake_all();
   std::lock_guard<std::mutex> guard(pages().mutex);
   out[0] = schedule().operators();
   out[1] = schedule().diverged_at();
@@ -301,6 +346,7 @@ int64_t lt_step_waits(int64_t* out, int64_t most) {
 }
 
 void lt_step_abandon() {
+  remakes().remake_all();
   std::lock_guard<std::mutex> guard(pages().mutex);
   schedule().abandon_step();
 }

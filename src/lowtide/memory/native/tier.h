@@ -79,6 +79,7 @@ class Extents {
 
 constexpr int kShortRead = 10001;  // not an errno: fewer bytes than were written
 constexpr int kCorrupted = 10002;  // not an errno: another checksum than was written
+constexpr int kNotRemade = 10004;  // not an errno: the calls that made it could not run again
 constexpr int kLost = 10003;       // not an errno: the tier was closed before the bytes were asked for again
 
 // Moves bytes of a medium that is written in Python, on a mover's thread. Returns an errno or one of the codes above.

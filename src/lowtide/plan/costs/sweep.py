@@ -118,11 +118,11 @@ class Sweep:
         return op < self.count or storage not in self._heirs
 
     def may_discard(self, gap: Gap) -> bool:
-        """Tell whether a gap's storage may be given up without a copy: where pages move, not over the step's end.
+        """Tell whether a gap's storage may be given up without a copy.
 
-        Whoever holds the storage then may look at it.
+        Where pages move, whoever holds the storage may look at it: so not over the step's end, and not for good.
         """
-        return not self.periodic or gap.before_op < self.count
+        return not self.periodic or (gap.before_op < self.count and self.returns(gap))
 
     def can_write(self, storage: int) -> bool:
         """Tell whether a swap of a storage ever writes: not in a step that finds it in the tier and leaves it as is."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from lowtide.core.operators import draws_random
+from lowtide.core.operators import draws_random, leaves_unset
 from lowtide.core.plan import Plan, Problem, Recompute
 from lowtide.core.trace import Reach, Trace
 from lowtide.errors import PlanError
@@ -91,7 +91,8 @@ class _Kitchen:
                 raise PlanError(f"V7: {label(one)} lists operators {one.ops}, which are not in ascending order")
             made = {storage for op in one.ops for storage in self.trace.ops[op].writes}
             self.lists[one.ops, one.gap.before_op] = made
-        if self.spans.returns(one.gap) and one.gap.storage not in made:
+        holders_may_look = self.trace.reach is Reach.TOUCHED
+        if (self.spans.returns(one.gap) or holders_may_look) and one.gap.storage not in made:
             raise PlanError(f"V7: {label(one)} lists operators {one.ops}, none of which makes it")
 
     def _cook(self, served_op: int, guests: list[Recompute]) -> Burden:
@@ -138,6 +139,8 @@ class _Kitchen:
         where = f"V7: {label(one)} runs operator {index} '{op.name}' again before {served_op}, which"
         if draws_random(op.name):
             raise PlanError(f"{where} draws random numbers")
+        if leaves_unset(op.name):
+            raise PlanError(f"{where} leaves some of what it makes unset")
         for storage in op.writes:
             if self.trace.storages[storage].first_op != index and storage not in table:
                 raise PlanError(f"{where} writes storage {storage}, which existed before it")

@@ -1,21 +1,21 @@
 """How a storage can be made again: the operators to run once more, from the trace alone.
 
-An operator can run again if it draws no random numbers and changes nothing that others still need: it writes what it
-allocates itself, or, in place, what the same recipe has made just before. What it reads from memory must not have
-changed since its first run.
+An operator can run again if it draws no random numbers, leaves nothing unset and changes nothing that others still
+need: it writes what it allocates itself, or, in place, what the same recipe has made just before. What it reads from
+memory must not have changed since its first run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lowtide.core.operators import draws_random
+from lowtide.core.operators import repeats
 from lowtide.core.trace import Kind, Op, Phase, Trace
 
 
 def replayable(op: Op) -> bool:
     """Tell whether an operator computes the same again by itself: not if it changes what it reads."""
-    return not set(op.reads) & set(op.writes) and not draws_random(op.name)
+    return not set(op.reads) & set(op.writes) and repeats(op.name)
 
 
 def alive_when(trace: Trace, storage: int, op: int) -> bool:
@@ -55,7 +55,7 @@ class Lineage:
         for writer in writers:
             op = self._trace.ops[writer]
             foreign = any(made != storage and self._trace.storages[made].first_op != writer for made in op.writes)
-            if foreign or draws_random(op.name) or (writer == writers[0] and storage in op.reads):
+            if foreign or not repeats(op.name) or (writer == writers[0] and storage in op.reads):
                 return None
         return tuple(writers)
 

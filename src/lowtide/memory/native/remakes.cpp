@@ -1,0 +1,396 @@
+// See remakes.h.
+#include "remakes.h"
+
+#include "checksum.h"
+#include "schedule.h"
+
+#include <ATen/Parallel.h>
+
+namespace lowtide {
+
+thread_local bool remaking = false;
+thread_local bool may_pass_budget = false;
+
+namespace {
+
+std::mutex one_at_a_time;  // whoever runs calls again; nobody waits for it with the GIL
+
+class OneAtATime {
+ public:
+  OneAtATime() {
+    if (!one_at_a_time.try_lock()) {
+      WithoutGil released;
+      one_at_a_time.lock();
+    }
+    remaking = true;
+  }
+  ~OneAtATime() {
+    one_at_a_time.unlock();
+    remaking = false;
+    // The time that a planned step does not take if nothing is discarded.
+    if (logging.load(std::memory_order_relaxed)) log_event(Event::kStall, now_ns() - began_);
+  }
+
+ private:
+  int64_t began_ = now_ns();
+  Aside aside_;
+};
+
+// What an earlier call of the same run made, as it is after the call with that stamp.
+struct Fresh {
+  c10::Storage storage;
+  int64_t version;
+};
+
+}  // namespace
+
+Remakes& remakes() {
+  static Remakes* instance = new Remakes;
+  return *instance;
+}
+
+// ---- giving up ----
+
+bool Remakes::resolve(Recipe& recipe, const Range* range, const std::vector<std::shared_ptr<Call>>& calls) const {
+  std::unordered_set<int64_t> made;
+  for (const auto& call : calls)
+    if (call)
+      for (const Product& product : call->products) made.insert(product.serial);
+  // From the last call to the first: only those that have a part in it.
+  std::unordered_set<int64_t> needed = {range->serial};
+  for (auto each = calls.rbegin(); each != calls.rend(); ++each) {
+    if (!*each) continue;
+    const Call& call = **each;
+    bool has_part = std::any_of(call.products.begin(), call.products.end(), [&](const Product& product) {
+      return needed.count(product.serial) > 0;
+    });
+    call.each_operand([&](const Operand& operand) {
+      has_part |= operand.written && operand.serial && needed.count(operand.serial) > 0;
+    });
+    if (!has_part) continue;
+    recipe.calls.push_back(*each);
+    call.each_operand([&](const Operand& operand) {
+      if (operand.serial && made.count(operand.serial)) needed.insert(operand.serial);
+    });
+  }
+  std::reverse(recipe.calls.begin(), recipe.calls.end());
+  // And forward: each of them finds what it was given.
+  std::unordered_map<int64_t, int64_t> version_of;
+  std::unordered_set<int64_t> reads;
+  for (const auto& call : recipe.calls) {
+    bool valid = call->finished;
+    call->each_operand([&](const Operand& operand) {
+      if (!operand.serial) return;
+      auto fresh = version_of.find(operand.serial);
+      if (fresh != version_of.end()) {
+        valid &= fresh->second == operand.version;
+        return;
+      }
+      const Range* read = ranges().of_serial(operand.serial);
+      valid &= !operand.written && read && read != range && read->written_at == operand.version && read->lent == 0;
+      reads.insert(operand.serial);
+    });
+    if (!valid) return false;
+    call->each_operand([&](const Operand& operand) {
+      if (operand.serial && operand.written) version_of[operand.serial] = call->stamp;
+    });
+    for (const Product& product : call->products) {
+      version_of[product.serial] = call->stamp;
+      if (product.serial == range->serial) recipe.nbytes = product.nbytes;
+    }
+  }
+  auto found = version_of.find(range->serial);
+  recipe.serial = range->serial;
+  recipe.version = range->written_at;
+  recipe.reads.assign(reads.begin(), reads.end());
+  return recipe.nbytes > 0 && found != version_of.end() && found->second == range->written_at;
+}
+
+bool Remakes::discard(
+    Range* range, int32_t tier, const Decision& decision, const std::vector<std::shared_ptr<Call>>& calls) {
+  auto known = experience_.find(decision.key);
+  auto recipe = std::make_shared<Recipe>();
+  bool possible = (known == experience_.end() || known->second) && ranges().announcing && !range->foreign &&
+      !range->recipe && ranges().may_leave(range) && range->lent == 0 && resolve(*recipe, range, calls);
+  if (!possible) {
+    ++counted.refused;
+    return false;
+  }
+  recipe->key = decision.key;
+  recipe->trial = known == experience_.end();
+  if (recipe->trial || ranges().verify) recipe->checksum = checksum_of(range->data, recipe->nbytes);
+  if (recipe->trial) {
+    if (!ranges().leave(range, tier)) return false;
+    ++counted.trials;
+    attach(range, std::move(recipe));
+    return true;
+  }
+  if (!ranges().discard(range)) return false;
+  counted.discarded += range->bytes;
+  attach(range, std::move(recipe));
+  return true;
+}
+
+void Remakes::attach(Range* range, std::shared_ptr<Recipe> recipe) {
+  for (int64_t serial : recipe->reads) take_lien(ranges().of_serial(serial));
+  range->recipe = std::move(recipe);
+  ++recipes_;
+}
+
+void Remakes::take_lien(Range* range) {
+  ++range->liens;
+  ranges().protect(range);
+}
+
+void Remakes::give_lien(int64_t serial) {
+  Range* range = ranges().of_serial(serial);
+  if (--range->liens > 0 || !range->orphan) return;
+  ranges().let_go(range);
+}
+
+void Remakes::forget(Range* range) {
+  std::shared_ptr<Recipe> recipe = std::move(range->recipe);
+  range->recipe = nullptr;
+  if (!recipe) return;
+  --recipes_;
+  for (int64_t serial : recipe->reads) give_lien(serial);
+}
+
+void Remakes::forget_trials() {
+  std::vector<int64_t> tried;
+  ranges().each([&](Range* range) {
+    if (range->recipe && range->recipe->trial) tried.push_back(range->serial);
+  });
+  for (int64_t serial : tried)
+    if (Range* range = ranges().of_serial(serial)) forget(range);
+}
+
+std::vector<int64_t> Remakes::dependents(Range* range) {
+  std::vector<int64_t> found, tried;
+  if (range->liens == 0) return found;
+  ranges().each([&](Range* each) {
+    if (!each->recipe || each->lost) return;
+    const auto& reads = each->recipe->reads;
+    if (std::find(reads.begin(), reads.end(), range->serial) == reads.end()) return;
+    (each->recipe->trial ? tried : found).push_back(each->serial);
+  });
+  for (int64_t serial : tried) forget(ranges().of_serial(serial));  // its bytes are on its tier
+  return found;
+}
+
+// ---- making ----
+
+void Remakes::remake(const std::vector<int64_t>& serials) {
+  if (serials.empty()) return;
+  OneAtATime only;
+  std::vector<std::shared_ptr<Recipe>> recipes;
+  std::vector<int64_t> liens;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    // What they read may be discarded too.
+    std::unordered_set<int64_t> seen;
+    std::vector<int64_t> waiting = serials;
+    while (!waiting.empty()) {
+      Range* range = ranges().of_serial(waiting.back());
+      waiting.pop_back();
+      if (!range || !range->recipe || range->lost || !seen.insert(range->serial).second) continue;
+      recipes.push_back(range->recipe);
+      for (int64_t read : range->recipe->reads) {
+        Range* source = ranges().of_serial(read);
+        if (source->recipe && !source->recipe->trial) waiting.push_back(read);
+        // Of this run: the range may be freed meanwhile, and its recipe with it.
+        ++source->liens;
+        liens.push_back(read);
+      }
+    }
+  }
+  if (recipes.empty()) return;
+  int64_t began = now_ns();
+  int error = 0;
+  try {
+    run(recipes);
+  } catch (const c10::OutOfMemoryError&) {
+    error = ENOMEM;
+  } catch (const std::exception&) {
+    error = kNotRemade;
+  }
+  int64_t took = now_ns() - began;
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  counted.ns += took;
+  if (error == ENOMEM && !may_pass_budget) {
+    // It can be tried again: what fails is the next allocation.
+    ranges().note_trouble({ENOMEM, false, recipes.front()->nbytes, 0});
+  } else if (error) {
+    for (const auto& recipe : recipes) {
+      Range* range = ranges().of_serial(recipe->serial);
+      if (!range || range->recipe != recipe) continue;
+      if (recipe->trial) {
+        experience_[recipe->key] = false;
+        forget(range);
+      } else {
+        range->lost = kNotRemade;
+        ranges().note_trouble({kNotRemade, false, recipe->nbytes, 0});
+      }
+    }
+  }
+  for (int64_t serial : liens) give_lien(serial);
+  ranges().progress();
+}
+
+void Remakes::run(const std::vector<std::shared_ptr<Recipe>>& recipes) {
+  std::map<int64_t, std::shared_ptr<Call>> ordered;  // by stamp: as they ran
+  std::unordered_map<int64_t, int64_t> last_use;     // by serial
+  std::unordered_map<int64_t, const Recipe*> wanted;
+  for (const auto& recipe : recipes) {
+    wanted[recipe->serial] = recipe.get();
+    for (const auto& call : recipe->calls) ordered[call->stamp] = call;
+  }
+  for (const auto& [stamp, call] : ordered)
+    call->each_operand([&, at = stamp](const Operand& operand) { last_use[operand.serial] = at; });
+  std::unordered_map<int64_t, Fresh> fresh;
+  for (const auto& [stamp, call] : ordered) {
+    auto storage_of = [&](const Operand& operand) {
+      auto made = fresh.find(operand.serial);
+      if (made != fresh.end() && made->second.version == operand.version) return made->second.storage;
+      std::lock_guard<std::mutex> guard(pages().mutex);
+      const Range* range = ranges().of_serial(operand.serial);
+      bool as_it_was = range && range->written_at == operand.version && !operand.written &&
+          !(range->recipe && !range->recipe->trial);
+      TORCH_CHECK(as_it_was, "lowtide: what a discarded tensor is computed from has changed");
+      return c10::Storage(
+          c10::Storage::use_byte_size_t(),
+          operand.nbytes,
+          c10::DataPtr(range->data, c10::Device(c10::DeviceType::CPU)),
+          nullptr,
+          false);
+    };
+    std::vector<at::Tensor> made = run_again(*call, storage_of);
+    call->each_operand([&, at = stamp](const Operand& operand) {
+      auto found = fresh.find(operand.serial);
+      if (operand.written && found != fresh.end()) found->second.version = at;
+    });
+    for (const Product& product : call->products) {
+      TORCH_CHECK(product.position < made.size() && made[product.position].defined(), "lowtide: a call made less");
+      bool used = wanted.count(product.serial) || last_use.count(product.serial);
+      if (used) fresh[product.serial] = {made[product.position].storage(), stamp};
+    }
+    made.clear();
+    for (auto each = fresh.begin(); each != fresh.end();) {
+      auto last = last_use.find(each->first);
+      auto want = wanted.find(each->first);
+      bool later = last != last_use.end() && last->second > stamp;
+      if (!later && want != wanted.end() && want->second->version == each->second.version) {
+        // As soon as it is whole: whoever reads it next finds it in its own place.
+        put(*want->second, std::move(each->second.storage));
+        each = fresh.erase(each);
+      } else if (!later && want == wanted.end()) {
+        each = fresh.erase(each);
+      } else {
+        ++each;
+      }
+    }
+  }
+  TORCH_CHECK(fresh.empty(), "lowtide: calls that ran again did not make what they made before");
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  counted.calls += static_cast<int64_t>(ordered.size());
+}
+
+void Remakes::put(const Recipe& recipe, c10::Storage made) {
+  bool same = static_cast<int64_t>(made.nbytes()) == recipe.nbytes;
+  if (recipe.trial || ranges().verify)
+    same = same && checksum_of(static_cast<const char*>(made.data()), recipe.nbytes) == recipe.checksum;
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  if (recipe.trial) experience_[recipe.key] = same;
+  Range* range = ranges().of_serial(recipe.serial);
+  if (!range || range->recipe.get() != &recipe) return;  // freed meanwhile
+  if (recipe.trial) {
+    forget(range);  // it comes back from its tier
+    return;
+  }
+  Range* source = ranges().of_data(made.data());
+  TORCH_CHECK(
+      same && made.use_count() == 1 && source && source->bytes == range->bytes,
+      "lowtide: calls that ran again made something else");
+  ranges().pin(source);
+  bool here = ranges().bring_waiting(source, guard, true);
+  range = ranges().of_serial(recipe.serial);
+  bool wanted = here && range && range->recipe.get() == &recipe;
+  if (wanted) {
+    ranges().transplant(source, range);
+    forget(range);
+  }
+  ranges().unpin(source);
+  if (!here) C10_THROW_ERROR(OutOfMemoryError, "lowtide: no room for what was made again");
+}
+
+void Remakes::remake_all() {
+  std::vector<int64_t> discarded;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    forget_trials();
+    if (!any()) return;
+    ranges().each([&](Range* range) {
+      if (range->recipe && !range->orphan) discarded.push_back(range->serial);
+    });
+  }
+  // One by one: each may leave as soon as it is there.
+  for (int64_t serial : discarded) remake({serial});
+}
+
+// ---- for those who cannot ----
+
+void Remakes::ask(const std::vector<int64_t>& serials) {
+  asked_.insert(asked_.end(), serials.begin(), serials.end());
+  asked_changed_.notify_one();
+}
+
+void Remakes::abandon_in_child() {
+  new (&one_at_a_time) std::mutex;
+  new (&asked_changed_) std::condition_variable;
+  asked_.clear();
+  started_ = false;
+}
+
+void Remakes::start() {
+  if (started_) return;
+  started_ = true;
+  std::thread([this] { help(); }).detach();
+}
+
+// See Note [Who runs calls again].
+void Remakes::have_waiting(
+    std::vector<int64_t> serials, std::unique_lock<std::mutex>& guard, bool may_be_refused) {
+  if (serials.empty() || remaking) return;
+  if (!at::in_parallel_region()) {
+    guard.unlock();
+    remake(serials);
+    guard.lock();
+    if (may_be_refused) return;
+  }
+  for (;;) {
+    std::erase_if(serials, [](int64_t serial) {
+      Range* range = ranges().of_serial(serial);
+      return !range || !Ranges::is_discarded(range) || range->lost;
+    });
+    if (serials.empty()) return;
+    ask(serials);
+    ranges().change_waiting(guard, true);
+  }
+}
+
+void Remakes::help() {
+  may_pass_budget = true;
+  use_usual_rounding();
+  for (;;) {
+    std::vector<int64_t> serials;
+    {
+      std::unique_lock<std::mutex> guard(pages().mutex);
+      asked_changed_.wait(guard, [&] { return !asked_.empty(); });
+      serials = std::move(asked_);
+      asked_.clear();
+    }
+    remake(serials);
+  }
+}
+
+}  // namespace lowtide
