@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lowtide.core.log import Event
 from lowtide.errors import RecomputeError
 from lowtide.memory.native.bindings import Place
 from tests.memory.engine import (
@@ -25,7 +26,7 @@ from tests.memory.engine import (
     in_fresh_process,
     raw_array,
 )
-from tests.memory.steps import Step
+from tests.memory.steps import LEAVE, Step
 
 Opened = Callable[..., Engine]
 COUNT = MIB // 4  # numbers in a mebibyte
@@ -273,6 +274,7 @@ def test_it_is_made_before_its_source_changes(opened: Opened, change: Callable[[
         (doubled_by_a_view, 1),
         (doubled_through_numpy, 0),
         (doubled_through_dlpack, 0),
+        (doubled_through_its_address, 0),
         (doubled_in_a_list, 2),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
@@ -466,6 +468,29 @@ def test_what_was_read_before_a_change_in_place_is_made_from_a_copy(opened: Open
     assert engine.counted.discarded == MIB
 
 
+def test_what_is_made_together_reads_each_its_own_version(opened: Opened) -> None:
+    """`b` needs `a` as it was before `sin_`, which is made for it, and `c` the one that is there."""
+    engine = opened()
+    x, small = torch.randn(COUNT), torch.zeros(4)
+
+    def body() -> tuple[torch.Tensor, torch.Tensor]:
+        a = x.exp()
+        b = a.cos()
+        a.sin_()
+        c = a.tan()
+        small.fill_(1)
+        return b.neg(), c.neg()
+
+    names = ["aten::exp", "aten::cos", "aten::sin_", "aten::tan", "aten::fill_", "aten::neg", "aten::neg"]
+    plan = Planned(engine, names, body)
+    plan.step.born(0, 0, MIB, 0, 1, 2, 3)
+    b, c = plan.step.born(1, 0, MIB, 1, 5), plan.step.born(3, 0, MIB, 3, 6)
+    plan.step.discarded(b, after=4, before=5, ops=(0, 1)).discarded(c, after=4, before=5, ops=(3,))
+    plan.try_out()
+    assert torch.equal(torch.stack(plan.run()), -torch.stack([x.exp().cos(), x.exp().sin().tan()]))
+    assert engine.counted.discarded == 2 * MIB
+
+
 def test_small_operands_are_as_they_were(opened: Opened) -> None:
     engine = opened()
     x, scale = torch.randn(COUNT), torch.tensor([3.0])
@@ -524,6 +549,44 @@ def test_what_looks_at_shapes_only_does_not_need_its_operand(opened: Opened) -> 
     assert torch.equal(plan.run(), torch.full((COUNT,), -2.0))
     assert engine.counted.discarded == MIB
     assert engine.counted.ranges == ranges
+
+
+def test_what_runs_again_is_no_part_of_the_step(opened: Opened) -> None:
+    engine = opened()
+    halves = Halves(engine)
+    halves.try_out()
+    native = engine.native
+    native.log_start()
+    result = halves.begin().neg()
+    halves.end()
+    entries, names = native.log_stop(), native.names()
+    assert entries is not None
+    assert engine.counted.calls_again == 2
+    begun = [names[entry.a] for entry in entries if entry.kind == Event.OP_BEGIN]
+    assert begun.count("aten::div") == begun.count("aten::neg") == 1
+    assert [entry.b for entry in entries if entry.kind == Event.ALLOC and entry.b >= MIB] == [MIB, MIB]
+    assert sum(entry.a for entry in entries if entry.kind == Event.STALL) > 0, "its time is none of the operators'"
+    assert torch.equal(result, -halves.whole / 2)
+
+
+def test_what_is_made_again_is_not_taken_for_what_the_operator_makes(opened: Opened) -> None:
+    engine = opened()
+    x, small = torch.randn(COUNT), torch.zeros(4)
+
+    def body() -> torch.Tensor:
+        result = x.exp()
+        small.fill_(1)
+        result = result.neg()
+        small.fill_(2)
+        assert engine.place(result) in (Place.LEAVING, Place.AWAY)
+        return result
+
+    plan = Planned(engine, ["aten::exp", "aten::fill_", "aten::neg", "aten::fill_"], body)
+    plan.step.discarded(plan.step.born(0, 0, MIB, 0, 2), after=1, before=2, ops=(0,))
+    plan.step.at(3, LEAVE, plan.step.born(2, 0, MIB, 2))
+    plan.try_out()
+    assert torch.equal(plan.run(), -x.exp())
+    assert engine.counted.discarded == MIB
 
 
 # ---- what does not come back the same ----

@@ -7,7 +7,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <cstring>
 #include <typeinfo>
@@ -318,7 +317,7 @@ Repeats repeats_of(const c10::OperatorHandle& op, bool by_layout) {
 }
 
 std::shared_ptr<Call> remember(const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp) {
-  if (!repeats.op || c10::InferenceMode::is_enabled()) return nullptr;
+  if (!repeats.op) return nullptr;
   Settings settings = Settings::now();
   // Whoever runs it again on a thread of ours has other helpers, which do not know that setting.
   if (!is_plain(settings.keys) || (settings.rounding != kUsualRounding && settings.threads > 1)) return nullptr;

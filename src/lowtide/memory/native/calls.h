@@ -81,7 +81,7 @@ struct Repeats {
 
 Repeats repeats_of(const c10::OperatorHandle& op, bool by_layout);
 
-// A storage that a call made: as its so-manieth tensor, counted through lists.
+// A storage that a call made. `position`: which of its tensors it is behind, counted through lists.
 struct Product {
   size_t position;
   int64_t serial, nbytes;
