@@ -14,6 +14,7 @@ from lowtide.core.trace import Trace
 from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.tflms import Knobs, Tflms, Tuning, cut, modelled_peak_bytes
 from lowtide.plan.verify import check
+from lowtide.plan.victims import victims_of
 from lowtide.simulate import simulate
 from lowtide.testing.policies import FakeView, PolicyTests, Record
 from lowtide.testing.traces import chain_trace
@@ -142,5 +143,5 @@ def test_synchronous_modes_wait() -> None:
 def test_the_reactive_allocator_reclaims_the_first_that_is_large_enough() -> None:
     sizes = (10, 50, 20, 80)
     view = FakeView(*(Record(nbytes=nbytes, last_access=k) for k, nbytes in enumerate(sizes)))
-    assert list(Tflms().victims(view, 40)) == [1]
-    assert list(Tflms().victims(view, 90)) == [0, 1, 2, 3]
+    assert list(victims_of(Tflms(), view, 40)) == [1]
+    assert list(victims_of(Tflms(), view, 90)) == [0, 1, 2, 3]
