@@ -36,8 +36,8 @@ class Link:
     """The path between fast memory and a tier, and the tier. A transfer of n bytes takes `latency_s + n / bandwidth`.
 
     The figures are those of transfers beside a program that computes. `idle_speedup` is how many times as fast they
-    are while it waits: where transfers need the cores that compute, waiting lets them go faster. A transfer that the
-    plan has the program wait for from its start (`waited_...`, None: as beside) may use all of its cores.
+    are while it waits: where transfers need the cores that compute, waiting lets them go faster. A migration
+    that the plan has the program wait for from its start (`waited_...`, None: as beside) may use all of its cores.
 
     `capacity_bytes` is what the tier holds (None: no limit is known). `access` says how fast operators read and write
     it in place (None: they cannot, it is not `addressable`); what is placed there is in pages of `page_bytes`.

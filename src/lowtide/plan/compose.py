@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes
-from lowtide.plan.costs.sweep import predict
+from lowtide.plan.costs.sweep import Sweep
 
 FITS = "everything fits: nothing is moved"
 
@@ -16,6 +16,7 @@ def compose(
     problem: Problem,
     swaps: Sequence[Swap] = (),
     recomputes: Sequence[Recompute] = (),
+    places: Sequence[Place] = (),
     *,
     notes: Sequence[str] = (),
     trials: int = 0,
@@ -23,15 +24,21 @@ def compose(
     """Return the plan of a policy, with its decisions in the order of the gaps."""
     swaps = tuple(sorted(swaps, key=lambda swap: swap.gap))
     recomputes = tuple(sorted(recomputes, key=lambda one: one.gap))
-    prediction = predict(problem, swaps, recomputes)
+    places = tuple(sorted(places, key=lambda place: place.gap))
+    facts = Sweep(problem)
+    prediction = facts.run(swaps, recomputes, places).prediction
     if prediction.peak_bytes > problem.budget_bytes:
         needed, budget = format_bytes(prediction.peak_bytes), format_bytes(problem.budget_bytes)
         notes = (*notes, f"best effort: {needed} are needed, more than the budget of {budget}")
+    for tier, room_bytes in facts.room_in_tiers(swaps, places).items():
+        if room_bytes < 0:
+            notes = (*notes, f"best effort: tier {tier!r} lacks {format_bytes(-room_bytes)}")
     return Plan(
         policy=policy,
         budget_bytes=problem.budget_bytes,
         swaps=swaps,
         recomputes=recomputes,
+        places=places,
         prediction=prediction,
         notes=tuple(notes),
         trials=trials,
