@@ -51,6 +51,18 @@ _BUILTIN_POLICIES = {
     "tflms": "lowtide.plan.policies.tflms:Tflms",
     "unified_memory": "lowtide.plan.policies.unified_memory:UnifiedMemory",
     "unified_memory_hints": "lowtide.plan.policies.unified_memory:UnifiedMemoryHints",
+    "autotm": "lowtide.plan.policies.autotm:AutoTm",
+    "autotm_async": "lowtide.plan.policies.autotm:AutoTmAsynchronous",
+    "autotm_static": "lowtide.plan.policies.autotm:AutoTmStatic",
+    "bandwidth_aware": "lowtide.plan.policies.bandwidth_aware:BandwidthAware",
+    "cori": "lowtide.plan.policies.cori:Cori",
+    "first_touch": "lowtide.plan.policies.first_touch:FirstTouch",
+    "halo": "lowtide.plan.policies.halo:Halo",
+    "sentinel": "lowtide.plan.policies.sentinel:Sentinel",
+    "soft2lm": "lowtide.plan.policies.soft2lm:Soft2Lm",
+    "tahoe": "lowtide.plan.policies.tahoe:Tahoe",
+    "tiertrain": "lowtide.plan.policies.tiertrain:TierTrain",
+    "two_level": "lowtide.plan.policies.two_level:TwoLevel",
 }
 
 

@@ -11,6 +11,16 @@ from lowtide.plan.costs.sweep import Sweep
 FITS = "everything fits: nothing is moved"
 
 
+NOTHING_SLOW = "no slow memory that operators read in place: nothing is placed"
+
+
+def nothing_to_place(policy: str, problem: Problem) -> Plan | None:
+    """Return the plan of a policy that places storages where there is nothing to place, or nowhere to place it."""
+    if problem.trace.peak_bytes <= problem.budget_bytes:
+        return compose(policy, problem, notes=(FITS,))
+    return None if problem.addressable() else compose(policy, problem, notes=(NOTHING_SLOW,))
+
+
 def compose(
     policy: str,
     problem: Problem,
