@@ -56,6 +56,7 @@ _BUILTIN_POLICIES = {
     "autotm_static": "lowtide.plan.policies.autotm:AutoTmStatic",
     "bandwidth_aware": "lowtide.plan.policies.bandwidth_aware:BandwidthAware",
     "cori": "lowtide.plan.policies.cori:Cori",
+    "deeptm": "lowtide.plan.policies.deeptm:DeepTm",
     "first_touch": "lowtide.plan.policies.first_touch:FirstTouch",
     "halo": "lowtide.plan.policies.halo:Halo",
     "sentinel": "lowtide.plan.policies.sentinel:Sentinel",
@@ -66,14 +67,28 @@ _BUILTIN_POLICIES = {
 }
 
 
+# Policies that take the path of a file after a colon.
+_TAKE_A_FILE = frozenset({"deeptm"})
+
+
 def policy_names() -> tuple[str, ...]:
     """Return the names of every policy that can be selected, in alphabetical order."""
     return tuple(sorted({*_BUILTIN_POLICIES, *_installed()}))
 
 
 def registered_name(name: str) -> str:
-    """Return the name that a policy is registered under; capitals, hyphens and blanks around it do not matter."""
+    """Return the name that a policy is registered under; capitals, hyphens and blanks around it do not matter.
+
+    What follows a colon is told to the policy, and kept as it is: "deeptm:agent.zip".
+    """
     installed = policy_names()
+    name, colon, told = name.partition(":")
+    if colon:
+        taker = registered_name(name)
+        if taker not in _TAKE_A_FILE:
+            takers = ", ".join(sorted(_TAKE_A_FILE))
+            raise BadArgument(f"policy {taker!r} takes nothing after a colon: only {takers} does")
+        return f"{taker}:{told}"
     if name in installed:
         return name
     plain = name.strip().lower().replace("-", "_")
@@ -87,10 +102,11 @@ def policy(name_or_object: str | Policy) -> Policy:
     """Return the policy of that name, or the object itself if it is a policy."""
     if not isinstance(name_or_object, str):
         return _as_policy(name_or_object, origin=f"{name_or_object!r}")
-    name_or_object = registered_name(name_or_object)
+    name_or_object, _, told = registered_name(name_or_object).partition(":")
     if target := _BUILTIN_POLICIES.get(name_or_object):
         module, _, attribute = target.partition(":")
-        return _as_policy(getattr(import_module(module), attribute), origin=target)
+        made = getattr(import_module(module), attribute)
+        return _as_policy(made(told) if told else made, origin=target)
     entry = _installed()[name_or_object]
     try:
         found = entry.load()

@@ -5,11 +5,13 @@ Symbols: d the operator's time with all operands in fast memory, F and B the mac
 operations, n the bytes it moves, of which n' stay in fast memory, T the time it is busy with those in a tier
 (`Access.access_s`):
 
-    computes:  f / F >= n / B             t = max(d, m),  m = n' / B with T
-    moves:     otherwise                  t = max(f / F, m),  m = d n' / n with T
+    computes:  f / F >= n / B             t = max(d, n' / B + T)
+    moves:     otherwise                  t = max(d, d n' / n + T)
 
-"with T" is the sum where the tier shares the channels of fast memory, and then t is no less than d; where the tier has
-its own, it is the larger of the two.
+That is where the tier shares the channels of fast memory. Where it has its own, the two parts of the sum pass beside
+each other, and an operator that moves memory saves what fast memory would have taken for the bytes that are away:
+t = max(f / F, d - (n - n') / B, T).
+
 An operator moves all bytes of a storage it touches, but no more than fast memory can deliver in d: a view of a large
 storage is smaller than that, which a trace does not say.
 """
@@ -97,9 +99,9 @@ class OperatorTimes:
         peak = self._machine.memory_bytes_per_s
         if peak is not None and compute_s >= total / peak:
             return max(op.duration_s, kept / peak + shared_s, beside_s)
-        if shared_s:  # an operator that fast memory does not keep busy is not faster on the same channels
+        if shared_s or peak is None:  # nothing is faster on the same channels
             return max(op.duration_s, op.duration_s * kept / total + shared_s, beside_s)
-        return max(compute_s, op.duration_s * kept / total, beside_s)
+        return max(compute_s, op.duration_s - away / peak, beside_s)
 
     def _bytes(self, op: Op) -> tuple[dict[int, float], dict[int, float]]:
         """Return the bytes that an operator reads and writes of each operand."""
