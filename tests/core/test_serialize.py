@@ -227,6 +227,21 @@ def test_a_machine_of_version_2_has_links_of_one_rate_and_one_of_version_3_says_
     assert "damaged" in refused(rewritten(MACHINE, shrink))
 
 
+def test_older_plans_place_nothing_and_older_steps_know_no_slow_memory() -> None:
+    def older_plan(document: dict[str, Any]) -> None:
+        del document["places"], document["prediction"]["slow_s"]
+        document["version"] = 2
+
+    def older_step(document: dict[str, Any]) -> None:
+        del document["slow_s"], document["tier_bytes"]
+        document["version"] = 1
+
+    assert serialize.loads(rewritten(PLAN, older_plan)) == PLAN
+    assert serialize.loads(rewritten(TIMELINE, older_step)) == TIMELINE
+    assert "damaged" in refused(rewritten(PLAN, lambda document: document.pop("places")))
+    assert "damaged" in refused(rewritten(TIMELINE, lambda document: document.pop("tier_bytes")))
+
+
 def test_a_machine_of_version_3_has_tiers_that_nobody_reads_in_place() -> None:
     later = ("waited_write_bytes_per_s", "waited_read_bytes_per_s", "capacity_bytes", "page_bytes", "access")
 

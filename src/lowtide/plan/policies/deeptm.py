@@ -29,7 +29,7 @@ class DeepTm:
 
     name = "deeptm"
     summary = (
-        "slow memory read in place: blocks of pages by heat, moved in runs, by a strategy that an agent has learned"
+        "slow memory read in place: blocks of pages by heat, moved in runs by a learned strategy; a reconstruction"
     )
     about = About(
         family=Family.PLACEMENT,

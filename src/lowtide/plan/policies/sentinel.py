@@ -81,6 +81,14 @@ class Sentinel:
         return compose(self.name, problem, places=places, notes=(note, region), trials=trials)
 
 
+def _lengths(layers: int) -> list[int]:
+    """Return the lengths of intervals that are looked at: all short ones, and every longer one by a quarter."""
+    found = [1]
+    while found[-1] < layers:
+        found.append(min(layers, max(found[-1] + 1, found[-1] * 5 // 4)))
+    return found
+
+
 def _tried(intervals: Sequence[Interval], most: int) -> list[int]:
     """Return the lengths to try: those that are possible, or all if none is, spread if they are many."""
     possible = [one.layers for one in intervals if one.fits and one.in_time] or [one.layers for one in intervals]
@@ -120,29 +128,22 @@ class Profile:
         return runs
 
     def intervals(self) -> list[Interval]:
-        """Return every length of intervals with whether its tensors fit, and are moved in time."""
+        """Return lengths of intervals with whether its tensors fit, and are moved in time."""
         memory, ops = self.memory, self.problem.trace.ops
         bandwidth = min(memory.link.read_bytes_per_s, memory.link.write_bytes_per_s)
-        base = memory.base_bytes()
-        reserved = Curve(base)
+        reserved = Curve(memory.base_bytes())
         for storage in self.short_lived:
             memory.add(reserved, storage)
         kept = reserved.values()
+        needs = [{s for s in (*op.reads, *op.writes) if s in memory.lives and s not in self.short_lived} for op in ops]
         found = []
-        for length in range(1, self.layer_count + 1):
+        for length in _lengths(self.layer_count):
             fits = in_time = True
             for first in range(0, self.layer_count, length):
                 begin = self.starts[first]
                 end = self.starts[first + length] if first + length < self.layer_count else memory.count
-                needed = sum(
-                    memory.nbytes(storage)
-                    for storage in {
-                        s
-                        for op in range(begin, end)
-                        for s in (*ops[op].reads, *ops[op].writes)
-                        if s in memory.lives and s not in self.short_lived
-                    }
-                )
+                touched = set().union(*needs[begin:end])
+                needed = sum(map(memory.nbytes, touched))
                 room = self.problem.budget_bytes - max(kept[begin:end], default=0)
                 fits &= needed <= room
                 in_time &= needed / bandwidth <= sum(op.duration_s for op in ops[begin:end])

@@ -19,7 +19,7 @@ class TierTrain:
     """Queues out by last use and in by next use, within a bound on the slowdown."""
 
     name = "tiertrain"
-    summary = "slow memory below DRAM: idle storages leave and return by queues, the rest is read in place"
+    summary = "slow memory below DRAM: idle storages leave and return by queues, the rest is in place; a reconstruction"
     about = About(
         family=Family.PLACEMENT,
         runs=(Runs.SIMULATED,),
