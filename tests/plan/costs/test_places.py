@@ -154,6 +154,19 @@ def test_what_is_changed_in_slow_memory_comes_back_and_leaves_again_without_a_wr
     assert replay(plan_of(away, again), PROBLEM).tier_peak_bytes == {"spill": 100}
 
 
+def test_what_is_changed_in_one_slow_memory_is_stale_in_another() -> None:
+    # Away in "spill" beside "wait", and in "far" for the update, which writes it there: next time "spill" is stale.
+    problem = with_slow_memory(PROBLEM, SLOW, SLOW)
+    first = Place(storage=0, tier="spill", from_op=1, until_op=2)
+    second = Place(storage=0, tier="far", from_op=3, until_op=4)
+    assert predict(problem, (), (), (first, second)).moved_out_bytes == 100
+    assert_all_agree(problem, plan_of(first, second))
+    unchanged = tuple(replace(op, writes=tuple(s for s in op.writes if s != 0)) for op in problem.trace.ops)
+    frozen = replace(problem, trace=replace(problem.trace, ops=unchanged))
+    assert predict(frozen, (), (), (first, second)).moved_out_bytes == 0
+    assert_all_agree(frozen, plan_of(first, second))
+
+
 def test_a_part_of_a_storage_may_live_in_slow_memory() -> None:
     half = replace(ACTIVATION, nbytes=100)
     seen = predict(PROBLEM, (), (), (half,))

@@ -97,6 +97,18 @@ def test_small_storages_of_like_life_are_one_block_and_one_run() -> None:
     assert read_s(alone, 0.0) == pytest.approx(read_s(places, 0.0))
 
 
+def test_what_moves_at_the_same_operators_moves_as_one_run() -> None:
+    # A parameter and its moment are both used by the update and leave together, each larger than a block.
+    memory = SlowMemory(problem_of(0.2))
+    together = Strategy(memory).places(Knobs(horizon=0.25, gain=0.0))
+    apart = Strategy(memory, contiguous=False).places(Knobs(horizon=0.25, gain=0.0))
+    assert [replace(place, run=None) for place in together] == apart
+    runs = [place.run for place in together]
+    assert None not in runs
+    assert len(set(runs)) < len(runs)
+    assert all(place.run is None for place in apart)
+
+
 def test_heat_is_the_weighted_sum_of_four_characteristics() -> None:
     strategy = Strategy(SlowMemory(problem_of()))
     assert len(CHARACTERISTICS) == 4

@@ -6,8 +6,8 @@ Where the executor moves what autograd saved, every swap writes. Where it moves 
 - any other writes if an operator, or a recomputation, has written the storage since the last swap of it to the same
   place began. For a storage that lives on, the swap before the first is the last one of the step before.
 
-A storage that lives in a tier for a while is changed there: only what is written while it is in fast memory counts, and
-the tier's copy is as good as the storage when that while is over. What is allocated in the tier is not moved there.
+A storage that lives in a tier for a while is changed there, and the tier's copy is as good as the storage when that
+while is over: only what is written after it counts. What is allocated in the tier is not moved there.
 
 So the price of one decision depends on the others about the same storage. A step repeats, and the first time that a
 frozen weight leaves is long past: it is never written. `verify/pages.py` works this out on its own.
@@ -53,15 +53,11 @@ class Writes:
         groups: dict[_Place, list[int]] = {}
         for k in sorted(range(len(spans)), key=spans.__getitem__):
             groups.setdefault(at[k], []).append(k)
-        inside = self._changed_in_place(places)
         dirty = [True] * len(spans)
-        for (storage, tier, codec), group in groups.items():
+        for (storage, _, _), group in groups.items():
             written = self._writers.get(storage, [])
             if storage in made:
                 written = sorted([*written, *made[storage]])
-            if storage in inside:
-                here = {op for op, where in inside[storage] if (where, "identity") == (tier, codec)}
-                written = [op for op in written if op not in here]
             if self._trace.lives_on(storage):
                 first, last_end = spans[group[0]][0], spans[group[-1]][1]
                 count = len(self._trace.ops)
@@ -73,18 +69,6 @@ class Writes:
             if not self._trace.lives_on(place.storage) and place.from_op <= max(block.first_op, 0):
                 dirty[k] = False
         return dirty
-
-    def _changed_in_place(self, places: Sequence[Place]) -> dict[int, list[tuple[int, str]]]:
-        """Return the operators that write each placed storage where it lives, and the tier."""
-        count, found = len(self._trace.ops), dict[int, list[tuple[int, str]]]()
-        for place in places:
-            ops = found.setdefault(place.storage, [])
-            for op in self._writers.get(place.storage, ()):
-                if place.from_op <= op < place.until_op or (
-                    self._trace.lives_on(place.storage) and op + count < place.until_op
-                ):
-                    ops.append((op, place.tier))
-        return found
 
     def writers(self, storage: int) -> Sequence[int]:
         """Return the operators that write a storage, ascending (none where no page is watched)."""
