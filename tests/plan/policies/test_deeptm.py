@@ -151,6 +151,26 @@ def test_the_agent_of_the_package_is_no_worse_than_the_strategy_as_it_is_made() 
         assert step_s(DeepTm().plan(problem)) <= start * STEP.duration_s * (1 + 1e-9)
 
 
+def test_where_no_round_of_the_agent_fits_the_weights_adapt_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[str] = []
+
+    class Stubborn:
+        def act(self, observation: list[float]) -> list[float]:
+            played.append("agent")
+            return [0.0] * ACTIONS
+
+    monkeypatch.setattr(DeepTm, "agent", lambda self: Stubborn())
+    DeepTm().plan(problem_of(0.4))
+    assert len(played) == ROUNDS
+    # What an operator needs beside its operands cannot be placed: the rounds without an agent have been played as well, and the plan says what is missing.
+    rounds: list[int] = []
+    plain = Game.step
+    monkeypatch.setattr(Game, "step", lambda self, action: (rounds.append(1), plain(self, action))[1])
+    plan = DeepTm().plan(replace(problem_of(trace=small_trace()), budget_bytes=1))
+    assert len(rounds) == 2 * ROUNDS
+    assert "best effort" in plan.notes[-1]
+
+
 def test_it_is_no_slower_than_sentinel_and_decides_much_faster_than_the_programme() -> None:
     pytest.importorskip("highspy")
     for share in (0.3, 0.5):

@@ -70,6 +70,7 @@ def may_be_faster(problem: Problem) -> bool:
 def _candidates(problem: Problem) -> Iterator[tuple[str, Sequence[Place]]]:
     systems = (
         DeepTm(),
+        DeepTm(learned=False),
         Sentinel(),
         Cori(),
         Tahoe(),

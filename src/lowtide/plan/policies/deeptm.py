@@ -69,9 +69,12 @@ class DeepTm:
         if self.programme:
             return self._by_programme(problem)
         game = Game(problem, aggregates=self.aggregates, contiguous=self.contiguous, adapts=self.adapts_weights)
-        agent, seen, over = self.agent(), game.reset(), False
-        while not over:
-            seen, _, over = game.step(agent.act(seen))
+        _play(game, self.agent())
+        if (
+            self.learned and not game.best_fits
+        ):  # an agent knows what it was trained on: weights that adapt know this step
+            game.begin_again()
+            _play(game, Still())
         note = "a reconstruction from the abstract; " + (
             f"the best of {ROUNDS + 1} rounds of the agent" if self.learned else "no agent: knobs as they are made"
         )
@@ -81,6 +84,13 @@ class DeepTm:
         memory = SlowMemory(problem)
         places, solution = placed_by_programme(Strategy(memory, aggregates=self.aggregates))
         return compose(self.name, problem, places=places, notes=(f"blocks: {solution.told()}",))
+
+
+def _play(game: Game, agent: Agent) -> None:
+    """Play all rounds; the game keeps the best plan."""
+    over = False
+    while not over:
+        _, _, over = game.step(agent.act(game.observation()))
 
 
 def placed_by_programme(strategy: Strategy, *, seconds: float = 20.0) -> tuple[list[Place], Solution]:

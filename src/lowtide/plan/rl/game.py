@@ -49,12 +49,15 @@ class Game:
 
     def reset(self) -> list[float]:
         """Begin with the knobs as they are made; return the first observation."""
-        self.round = 0
-        self.knobs = Knobs()
         self.best_places: list[Place] = []
         self.best = float("inf")
-        self._judge(self.knobs)
+        self.begin_again()
         return self.observation()
+
+    def begin_again(self) -> None:
+        """Begin another series of rounds with the knobs as they are made; the best plan so far stays."""
+        self.round = 0
+        self._judge(Knobs())
 
     def step(self, action: Sequence[float]) -> tuple[list[float], float, bool]:
         """Play a round; return the observation, the reward and whether it was the last."""
@@ -103,5 +106,6 @@ class Game:
             slowdown += PENALTY
         if slowdown < self.best:
             self.best, self.best_places = slowdown, places
+            self.best_fits = self.seen.peak_bytes <= self.problem.budget_bytes
         self.knobs = self.strategy.adapted(knobs, places) if self.adapts else knobs
         return slowdown
