@@ -51,7 +51,24 @@ _BUILTIN_POLICIES = {
     "tflms": "lowtide.plan.policies.tflms:Tflms",
     "unified_memory": "lowtide.plan.policies.unified_memory:UnifiedMemory",
     "unified_memory_hints": "lowtide.plan.policies.unified_memory:UnifiedMemoryHints",
+    "autotm": "lowtide.plan.policies.autotm:AutoTm",
+    "autotm_async": "lowtide.plan.policies.autotm:AutoTmAsynchronous",
+    "autotm_static": "lowtide.plan.policies.autotm:AutoTmStatic",
+    "bandwidth_aware": "lowtide.plan.policies.bandwidth_aware:BandwidthAware",
+    "cori": "lowtide.plan.policies.cori:Cori",
+    "deeptm": "lowtide.plan.policies.deeptm:DeepTm",
+    "first_touch": "lowtide.plan.policies.first_touch:FirstTouch",
+    "halo": "lowtide.plan.policies.halo:Halo",
+    "sentinel": "lowtide.plan.policies.sentinel:Sentinel",
+    "soft2lm": "lowtide.plan.policies.soft2lm:Soft2Lm",
+    "tahoe": "lowtide.plan.policies.tahoe:Tahoe",
+    "tiertrain": "lowtide.plan.policies.tiertrain:TierTrain",
+    "two_level": "lowtide.plan.policies.two_level:TwoLevel",
 }
+
+
+# Policies that take the path of a file after a colon.
+_TAKE_A_FILE = frozenset({"deeptm"})
 
 
 def policy_names() -> tuple[str, ...]:
@@ -60,8 +77,18 @@ def policy_names() -> tuple[str, ...]:
 
 
 def registered_name(name: str) -> str:
-    """Return the name that a policy is registered under; capitals, hyphens and blanks around it do not matter."""
+    """Return the name that a policy is registered under; capitals, hyphens and blanks around it do not matter.
+
+    What follows a colon is told to the policy, and kept as it is: "deeptm:agent.zip".
+    """
     installed = policy_names()
+    name, colon, told = name.partition(":")
+    if colon:
+        taker = registered_name(name)
+        if taker not in _TAKE_A_FILE:
+            takers = ", ".join(sorted(_TAKE_A_FILE))
+            raise BadArgument(f"policy {taker!r} takes nothing after a colon: only {takers} does")
+        return f"{taker}:{told}"
     if name in installed:
         return name
     plain = name.strip().lower().replace("-", "_")
@@ -75,10 +102,11 @@ def policy(name_or_object: str | Policy) -> Policy:
     """Return the policy of that name, or the object itself if it is a policy."""
     if not isinstance(name_or_object, str):
         return _as_policy(name_or_object, origin=f"{name_or_object!r}")
-    name_or_object = registered_name(name_or_object)
+    name_or_object, _, told = registered_name(name_or_object).partition(":")
     if target := _BUILTIN_POLICIES.get(name_or_object):
         module, _, attribute = target.partition(":")
-        return _as_policy(getattr(import_module(module), attribute), origin=target)
+        made = getattr(import_module(module), attribute)
+        return _as_policy(made(told) if told else made, origin=target)
     entry = _installed()[name_or_object]
     try:
         found = entry.load()

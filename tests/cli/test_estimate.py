@@ -183,3 +183,20 @@ def test_an_optimizers_operator_is_called_that(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("name", ["llama-7b", "mistral-7b", "gpt2-xl", "bert-large", "sd-unet", "resnet18", "vit-l-16"])
 def test_names_that_people_know_are_found(name: str) -> None:
     zoo.find(name)
+
+
+def test_fast_memory_above_slow_memory_is_a_share_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, "estimate", *VGG, "--machine", "optane", "--fast", "25%", "--policy", "deeptm")
+    assert answer["fits"] is True
+    assert answer["budget_bytes"] == int(0.25 * int(str(answer["peak_bytes"])))
+    assert int(str(answer["placed_bytes"])) > 0
+    assert float(str(answer["slowdown"])) >= 1.0
+    assert main(["estimate", *VGG, "--machine", "optane", "--fast", "25%", "--policy", "deeptm"]) == 0
+    assert "of the peak costs" in capsys.readouterr().out
+
+
+def test_fast_memory_needs_slow_memory_and_a_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has no slow memory" in refused(capsys, "estimate", *VGG, "--machine", "v100", "--fast", "40%")
+    assert "such as 40%" in refused(capsys, "estimate", *VGG, "--machine", "optane", "--fast", "2GiB")
+    both = ("--machine", "optane", "--fast", "40%", "--budget", "1GiB")
+    assert "pass one of them" in refused(capsys, "estimate", *VGG, *both)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from lowtide.core import serialize
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.plan import Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Span, Timeline
 from lowtide.core.trace import Gap, Kind, Op, Phase, Reach, Save, Storage, Trace
 from lowtide.errors import TraceError
+from lowtide.estimate import machine
 from lowtide.plan.policies.auto import Auto
 from lowtide.testing.traces import chain_trace, links, problems, residual_trace, touched_traces, traces, training_trace
 
@@ -130,7 +131,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
 def test_a_newer_version_is_refused_with_both_numbers(value: serialize.Saveable) -> None:
     message = refused(rewritten(value, lambda document: document.update(version=7)))
     assert "version 7" in message
-    current = {Timeline: 1, Plan: 2}.get(type(value), 3)
+    current = {Timeline: 2, Machine: 4}.get(type(value), 3)
     assert f"version {current}: upgrade Lowtide" in message
 
 
@@ -224,6 +225,56 @@ def test_a_machine_of_version_2_has_links_of_one_rate_and_one_of_version_3_says_
     links = {tier: replace(link, idle_speedup=1.0) for tier, link in MACHINE.links.items()}
     assert serialize.loads(rewritten(MACHINE, label)) == replace(MACHINE, links=links)
     assert "damaged" in refused(rewritten(MACHINE, shrink))
+
+
+def test_older_plans_place_nothing_and_older_steps_know_no_slow_memory() -> None:
+    def older_plan(document: dict[str, Any]) -> None:
+        del document["places"], document["prediction"]["slow_s"]
+        document["version"] = 2
+
+    def older_step(document: dict[str, Any]) -> None:
+        del document["slow_s"], document["tier_bytes"]
+        document["version"] = 1
+
+    assert serialize.loads(rewritten(PLAN, older_plan)) == PLAN
+    assert serialize.loads(rewritten(TIMELINE, older_step)) == TIMELINE
+    assert "damaged" in refused(rewritten(PLAN, lambda document: document.pop("places")))
+    assert "damaged" in refused(rewritten(TIMELINE, lambda document: document.pop("tier_bytes")))
+
+
+def test_a_machine_of_version_3_has_tiers_that_nobody_reads_in_place() -> None:
+    later = ("waited_write_bytes_per_s", "waited_read_bytes_per_s", "capacity_bytes", "page_bytes", "access")
+
+    def shrink(document: dict[str, Any]) -> None:
+        for link in document["links"].values():
+            for name in later:
+                del link[name]
+
+    def label(document: dict[str, Any]) -> None:
+        shrink(document)
+        document["version"] = 3
+
+    slow = machine("optane")
+    plain = {
+        tier: replace(
+            link, waited_write_bytes_per_s=None, waited_read_bytes_per_s=None, capacity_bytes=None, access=None
+        )
+        for tier, link in slow.links.items()
+    }
+    assert slow.addressable == ("spill",)
+    assert serialize.loads(rewritten(slow, label)) == replace(slow, links=plain)
+    assert "damaged" in refused(rewritten(slow, shrink))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("read_bytes_per_s", 0), ("write_bytes_per_s", -1.0), ("mixed_share", 0), ("latency_s", -1), ("latency_s", "inf")],
+)
+def test_slow_memory_that_cannot_be_is_damaged(name: str, value: object) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["links"]["spill"]["access"][name] = value
+
+    assert f"{name} in place of 'spill' is" in refused(rewritten(machine("optane"), change))
 
 
 OLD_TRACE = Trace(

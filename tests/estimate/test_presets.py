@@ -56,6 +56,25 @@ def test_the_machines_that_the_papers_used_are_there() -> None:
     assert machine("V100 NVLink") is machine("v100-nvlink")
 
 
+def test_slow_memory_is_slower_to_write_than_to_read_and_slower_still_when_both_are_mixed() -> None:
+    optane = machine("optane").links["spill"].access
+    assert optane is not None
+    read_s = optane.access_s(read_bytes=1e9, written_bytes=0, operands=1)
+    write_s = optane.access_s(read_bytes=0, written_bytes=1e9, operands=1)
+    both_s = optane.access_s(read_bytes=1e9, written_bytes=1e9, operands=2)
+    assert write_s > 2.5 * read_s
+    assert both_s == pytest.approx((read_s + write_s) / optane.mixed_share, rel=1e-3)
+    assert optane.access_s(read_bytes=0, written_bytes=0, operands=0) == 0.0
+
+
+def test_a_copy_that_is_waited_for_has_its_own_rate() -> None:
+    link = machine("optane-autotm").links["spill"]
+    assert link.write_s(10**9) > 4 * link.write_s(10**9, waited=True)
+    assert link.read_s(10**9) > 14 * link.read_s(10**9, waited=True)
+    plain = machine("v100").links["spill"]
+    assert plain.read_s(10**9) == plain.read_s(10**9, waited=True)
+
+
 def test_an_unknown_machine_is_answered_with_the_known_ones() -> None:
     with pytest.raises(BadArgument, match="k40c, titan-x, v100") as caught:
         machine("v1000")

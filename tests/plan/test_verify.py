@@ -10,7 +10,7 @@ from lowtide.core.plan import IDENTITY, CodecCost, Plan, Prediction, Problem, Re
 from lowtide.core.trace import Gap, Kind, Phase, Reach, Storage, Trace
 from lowtide.errors import PlanError
 from lowtide.plan import verify
-from lowtide.plan.verify import clock, pages, recipes, shape, spans
+from lowtide.plan.verify import clock, pages, places, recipes, shape, spans
 from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, training_trace
 
 # Four layers of 100 bytes, a second forward and two back; 100 bytes take 0.5 s on the link. The gaps are those of
@@ -309,8 +309,8 @@ def test_a_storage_that_autograd_never_asks_for_is_written_and_not_read() -> Non
 
 def test_the_verifier_shares_no_code_with_the_policies() -> None:
     # What an option costs by itself is said once, in the table that all clocks price from.
-    shared = ("lowtide.plan.verify", "lowtide.plan.costs.options")
-    for module in (verify, clock, pages, recipes, shape, spans):
+    shared = ("lowtide.plan.verify", "lowtide.plan.costs.options", "lowtide.plan.costs.operator_times")
+    for module in (verify, clock, pages, places, recipes, shape, spans):
         source = module.__spec__.loader.get_source(module.__name__)  # type: ignore[union-attr]
         imported = re.findall(r"^(?:from|import) (lowtide\.plan\S*)", source, flags=re.MULTILINE)
         assert all(name.startswith(shared) for name in imported), module.__name__

@@ -22,7 +22,7 @@ PLAN = Plan(policy="one", budget_bytes=300, swaps=(Swap(gap=Gap(storage=0, after
 
 
 def equations() -> Equations:
-    return Equations(TRACE, 300, (0, 1, 2))
+    return Equations(TRACE, 300, dict.fromkeys((0, 1, 2), 100))
 
 
 def test_1_what_swaps_out_was_on_the_device() -> None:

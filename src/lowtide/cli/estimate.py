@@ -12,6 +12,7 @@ from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace
 from lowtide.cli.checks import check_policy
 from lowtide.cli.models import build_trace, check_model, find_machine, model_options
 from lowtide.cli.output import console, echo_json, facts
+from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument
 
@@ -30,6 +31,7 @@ _WORTH_TELLING = 0.9
 @model_options
 @click.option("--machine", required=True, metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @click.option("--budget", metavar="B", help="Tensor memory, such as 8GiB or 60%; the machine's memory if not given.")
+@click.option("--fast", metavar="F", help="Fast memory as a share of the peak, such as 40%, above slow memory.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("trace_path", metavar="[TRACE]", required=False, type=click.Path(path_type=Path))
@@ -42,6 +44,7 @@ def command(
     sizes: tuple[str, ...],
     machine: str,
     budget: str | None,
+    fast: str | None,
     policy: str,
     as_json: bool,
     trace_path: Path | None,
@@ -50,7 +53,8 @@ def command(
 
     The step is a TRACE, or a model by name, which is not executed. Times are predicted from floating-point
     operations and bytes. Where the step does not fit, the exit code is 2, and the table says what would help. Policies
-    swap only here; 'lowtide simulate' also lets them recompute.
+    swap only here; 'lowtide simulate' also lets them recompute. On a machine with slow memory that operators read in
+    place (optane, cxl), models are placed in it too, and --fast says how much fast memory there is above it.
 
     \b
     Examples:
@@ -58,23 +62,36 @@ def command(
       lowtide estimate --model llama-7b --machine a100 --dtype bfloat16
       lowtide estimate --hf-config config.json --machine rtx3090 --budget 12GiB
       lowtide estimate step.trace --machine a100 --json
+      lowtide estimate --model resnet50 --batch 64 --machine optane --fast 40%
     """
     if (trace_path is None) != (model is not None or hf_config is not None):
         raise BadArgument("estimate needs a trace or --model NAME (or --hf-config FILE), and not both")
     wanted = check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes)
     target = find_machine(machine)
     check_budget(budget)
-    if budget is None and target.capacity_bytes is None:
+    if fast is not None:
+        _share(fast)
+        if budget is not None:
+            raise BadArgument("--fast and --budget both say how much fast memory there is: pass one of them")
+        if not target.addressable:
+            raise BadArgument(
+                f"machine {target.name!r} has no slow memory that operators read in place, so --fast means nothing "
+                "there: pass --budget, or a machine such as optane or cxl"
+            )
+    if fast is None and budget is None and target.capacity_bytes is None:
         raise BadArgument(f"machine {target.name!r} does not say how much memory it has: pass --budget")
     policy = check_policy(policy)
     if wanted is not None:
-        trace = build_trace(wanted, fake=True, machine=machine)
+        reach = Reach.TOUCHED if target.addressable else Reach.SAVED
+        trace = build_trace(wanted, fake=True, machine=machine, reach=reach)
     else:
         assert trace_path is not None
         from lowtide.estimate.predict import retime
 
         trace = retime(read_trace(trace_path), target)
     budget_bytes = target.capacity_bytes if budget is None else budget_for(budget, trace)
+    if fast is not None:
+        budget_bytes = int(_share(fast) * trace.peak_bytes)
     assert budget_bytes is not None
     answer = _answer(trace, target, budget_bytes=budget_bytes, policy=policy)
     if not answer["fits"]:
@@ -84,18 +101,36 @@ def command(
         echo_json(answer)
     else:
         _print(answer, target)
-    check_floor(trace, budgets_bytes=[budget_bytes])
+    if not answer["fits"]:
+        check_floor(trace, budgets_bytes=[budget_bytes])
     return 0
+
+
+def _share(text: str) -> float:
+    """Return the share that a text such as "40%" states."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not text.strip().endswith("%") or not 0 < share <= 10:
+        raise BadArgument(f"cannot read --fast {text!r}: write a share of the step's peak, such as 40%")
+    return share
 
 
 def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> dict[str, Any]:
     from lowtide.estimate.parts import parts_of
     from lowtide.estimate.predictors.allocators import reserved_peak, stream_of
+    from lowtide.report.case import can_place
 
     stream = stream_of(trace)
     fits, floor_op = budget_bytes >= trace.floor_bytes(), trace.floor_op()
-    plan = _plan(trace, machine, budget_bytes=budget_bytes, policy=policy) if fits else None
+    slow = can_place(trace, machine)
+    plan = _plan(trace, machine, budget_bytes=budget_bytes, policy=policy) if fits or slow else None
     predicted = None if plan is None else plan.prediction
+    # What operators read in place need not fit.
+    fits = fits or (predicted is not None and predicted.peak_bytes <= budget_bytes)
+    if not fits:
+        plan = predicted = None
     return {
         "fits": fits,
         "parts": {part.value: asdict(share) for part, share in parts_of(trace).items()},
@@ -116,6 +151,8 @@ def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -
         "managed_peak_bytes": None if predicted is None else predicted.peak_bytes,
         "stall_s": None if predicted is None else predicted.stall_s,
         "moved_out_bytes": None if predicted is None else predicted.moved_out_bytes,
+        "slow_s": None if predicted is None else predicted.slow_s,
+        "placed_bytes": None if plan is None else _placed_bytes(plan, trace),
         "slowdown": None if predicted is None or not trace.duration_s else predicted.step_s / trace.duration_s,
     }
 
@@ -123,8 +160,20 @@ def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -
 def _plan(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> Plan:
     from lowtide import registry
     from lowtide.core.plan import Problem
+    from lowtide.report.case import can_place
 
-    return registry.policy(policy).plan(Problem(trace=trace, machine=machine, budget_bytes=budget_bytes))
+    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes, can_place=can_place(trace, machine))
+    return registry.policy(policy).plan(problem)
+
+
+def _placed_bytes(plan: Plan, trace: Trace) -> int:
+    """Return the most bytes that live in slow memory at once."""
+    from lowtide.plan.costs.tier_bytes import tier_curves
+    from lowtide.plan.costs.writes import Writes
+
+    written = Writes(trace).of((), (), plan.places)
+    curves = tier_curves(trace, (), plan.places, written=written)
+    return max((max(curve.values()) for curve in curves.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +248,21 @@ def _print(answer: dict[str, Any], machine: Machine) -> None:
         rows += [
             ("moved out", format_bytes(answer["moved_out_bytes"])),
             ("stalled", format_seconds(answer["stall_s"])),
+            *_slow_rows(answer),
             ("verdict", f"fits with policy {answer['policy']}: {step}, {answer['slowdown']:.2f}x"),
         ]
     console().print(facts(f"{answer['model'] or 'The step'}, simulated", rows))
+
+
+def _slow_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    if not answer["placed_bytes"]:
+        return []
+    share = answer["budget_bytes"] / answer["peak_bytes"]
+    return [
+        ("in slow memory", f"{format_bytes(answer['placed_bytes'])} at most, read in place or moved"),
+        ("slower operators", f"{format_seconds(answer['slow_s'])} longer in all"),
+        ("fast memory", f"{share:.0%} of the peak costs {answer['slowdown'] - 1:.1%} of the step"),
+    ]
 
 
 def _remedy(remedy: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lowtide import zoo
+from lowtide.core.trace import Reach
 from lowtide.errors import BadArgument, LowtideError
 from lowtide.zoo.huggingface import PREFIX
 
@@ -80,8 +81,11 @@ def _size(text: str) -> tuple[str, int | float | bool]:
     raise BadArgument(f"cannot read --size {text!r}: write NAME=N, such as layers=24")
 
 
-def build_trace(wanted: Wanted, *, fake: bool, machine: str | None, steps: int = 2) -> Trace:
-    """Return the trace of a model, executed or not."""
+def build_trace(
+    wanted: Wanted, *, fake: bool, machine: str | None, steps: int = 2, reach: Reach = Reach.SAVED
+) -> Trace:
+    """Return the trace of a model, executed or not; `reach`: what the executor of one that is not could move."""
+    sizes: dict[str, Any] = dict(wanted.sizes)
     target = None if machine is None else find_machine(machine)
     from lowtide import capture_model
 
@@ -93,7 +97,8 @@ def build_trace(wanted: Wanted, *, fake: bool, machine: str | None, steps: int =
             machine=target,
             steps=steps,
             dtype=wanted.dtype,
-            **wanted.sizes,
+            reach=reach,
+            **sizes,
         )
         return replace(trace, model=wanted.name.removeprefix(PREFIX))
     except LowtideError:

@@ -7,9 +7,11 @@ from typing import Any
 
 from lowtide.core.columns import plain
 from lowtide.core.fields import Damaged, Fields, integer, optional_integer, optional_real, real, text, truth
-from lowtide.core.machine import Link, Machine
+from lowtide.core.machine import Access, Link, Machine
 
 _LINK_REALS = ("write_bytes_per_s", "read_bytes_per_s", "write_latency_s", "read_latency_s", "idle_speedup")
+_LINK_LATER = ("waited_write_bytes_per_s", "waited_read_bytes_per_s", "capacity_bytes", "page_bytes")
+_ACCESS_REALS = ("read_bytes_per_s", "write_bytes_per_s", "mixed_share", "latency_s")
 _PLAIN = (
     "name",
     "source",
@@ -26,9 +28,20 @@ def encode_machine(machine: Machine) -> dict[str, Any]:
     """Return the document of a machine."""
     return {
         **{name: plain(getattr(machine, name)) for name in _PLAIN},
-        "links": {
-            tier: {**{name: plain(getattr(link, name)) for name in _LINK_REALS}, "duplex": link.duplex}
-            for tier, link in machine.links.items()
+        "links": {tier: _encode_link(link) for tier, link in machine.links.items()},
+    }
+
+
+def _encode_link(link: Link) -> dict[str, Any]:
+    access = link.access
+    return {
+        **{name: plain(getattr(link, name)) for name in (*_LINK_REALS, *_LINK_LATER)},
+        "duplex": link.duplex,
+        "access": None
+        if access is None
+        else {
+            **{name: plain(getattr(access, name)) for name in _ACCESS_REALS},
+            "own_channel": access.own_channel,
         },
     }
 
@@ -69,8 +82,14 @@ def check_machine(machine: Machine) -> None:
     for tier, link in machine.links.items():
         for name in ("write_bytes_per_s", "read_bytes_per_s", "idle_speedup"):
             rates[f"{name} of {tier!r}"] = getattr(link, name)
+        for name in _LINK_LATER:
+            rates[f"{name} of {tier!r}"] = getattr(link, name)
         for name in ("write_latency_s", "read_latency_s"):
             times[f"{name} of {tier!r}"] = getattr(link, name)
+        if link.access is not None:
+            for name in ("read_bytes_per_s", "write_bytes_per_s", "mixed_share"):
+                rates[f"{name} in place of {tier!r}"] = getattr(link.access, name)
+            times[f"latency_s in place of {tier!r}"] = link.access.latency_s
     for name, rate in rates.items():
         if rate is not None and not rate > 0:
             raise Damaged(f"{name} is {rate}, which is not above 0")
@@ -81,4 +100,21 @@ def check_machine(machine: Machine) -> None:
 
 def _decode_link(fields: Fields, version: int) -> Link:
     names = _LINK_REALS if version >= 3 else _LINK_REALS[:-1]
-    return Link(**{name: fields.get(name, real) for name in names}, duplex=fields.get("duplex", truth))
+    values: dict[str, Any] = {name: fields.get(name, real) for name in names}
+    values["duplex"] = fields.get("duplex", truth)
+    if version >= 4:
+        values |= {
+            "waited_write_bytes_per_s": fields.get("waited_write_bytes_per_s", optional_real),
+            "waited_read_bytes_per_s": fields.get("waited_read_bytes_per_s", optional_real),
+            "capacity_bytes": fields.get("capacity_bytes", optional_integer),
+            "page_bytes": fields.get("page_bytes", integer),
+            "access": fields.get("access", lambda value: None if value is None else _decode_access(value)),
+        }
+    return Link(**values)
+
+
+def _decode_access(value: object) -> Access:
+    fields = Fields(value, "access")
+    return Access(
+        **{name: fields.get(name, real) for name in _ACCESS_REALS}, own_channel=fields.get("own_channel", truth)
+    )

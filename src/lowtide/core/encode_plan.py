@@ -7,10 +7,11 @@ from typing import Any
 
 from lowtide.core.columns import columns, later_column, plain
 from lowtide.core.fields import Fields, check_same_length, integer, integers, optional_integer, real, text
-from lowtide.core.plan import Plan, Prediction, Recompute, Swap
+from lowtide.core.plan import Place, Plan, Prediction, Recompute, Swap
 from lowtide.core.trace import Gap
 
-_PREDICTED = ("peak_bytes", "moved_out_bytes", "moved_in_bytes", "step_s", "stall_s", "recompute_s")
+_PREDICTED = ("peak_bytes", "moved_out_bytes", "moved_in_bytes", "step_s", "stall_s", "recompute_s", "slow_s")
+_PLACED = ("storage", "tier", "from_op", "until_op", "fetch_op", "landed_op", "nbytes", "run")
 
 
 def encode_plan(plan: Plan) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def encode_plan(plan: Plan) -> dict[str, Any]:
             **_encode_gaps([recompute.gap for recompute in plan.recomputes]),
             **columns(plan.recomputes, ("ops",)),
         },
+        "places": columns(plan.places, _PLACED),
     }
 
 
@@ -40,6 +42,7 @@ def decode_plan(fields: Fields, version: int) -> Plan:
         budget_bytes=fields.get("budget_bytes", integer),
         swaps=_decode_swaps(fields.object("swaps"), version),
         recomputes=_decode_recomputes(fields.object("recomputes")) if version >= 2 else (),
+        places=_decode_places(fields.object("places")) if version >= 3 else (),
         prediction=fields.get(
             "prediction", lambda value: None if value is None else _decode_prediction(value, version)
         ),
@@ -86,6 +89,18 @@ def _decode_recomputes(fields: Fields) -> tuple[Recompute, ...]:
     return tuple(Recompute(gap=gap, ops=again) for gap, again in zip(gaps, ops, strict=True))
 
 
+def _decode_places(fields: Fields) -> tuple[Place, ...]:
+    rows: tuple[list[Any], ...] = (
+        fields.column("storage", integer),
+        fields.column("tier", text),
+        fields.column("from_op", integer),
+        fields.column("until_op", integer),
+        *(fields.column(name, optional_integer) for name in _PLACED[4:]),
+    )
+    check_same_length("places", *rows)
+    return tuple(Place(**dict(zip(_PLACED, row, strict=True))) for row in zip(*rows, strict=True))
+
+
 def _decode_prediction(value: object, version: int) -> Prediction:
     fields = Fields(value, "prediction")
     return Prediction(
@@ -95,4 +110,5 @@ def _decode_prediction(value: object, version: int) -> Prediction:
         moved_out_bytes=fields.get("moved_out_bytes", integer),
         moved_in_bytes=fields.get("moved_in_bytes", integer),
         recompute_s=fields.get("recompute_s", real) if version >= 2 else 0.0,
+        slow_s=fields.get("slow_s", real) if version >= 3 else 0.0,
     )

@@ -24,13 +24,14 @@ def encode_timeline(timeline: Timeline) -> dict[str, Any]:
             *(span.start_s for span in timeline.spans),
             *(span.end_s for span in timeline.spans),
             *(at_s for at_s, _ in timeline.memory),
+            *(at_s for curve in timeline.tiers.values() for at_s, _ in curve),
         }
     )
     place = {at_s: position for position, at_s in enumerate(moments)}
     tiers, tier = table(span.tier for span in timeline.spans)
     causes, cause = table(span.cause for span in timeline.spans)
     return {
-        **{name: plain(getattr(timeline, name)) for name in (*_TEXTS, *_BYTES, *_SECONDS)},
+        **{name: plain(getattr(timeline, name)) for name in (*_TEXTS, *_BYTES, *_SECONDS, "slow_s")},
         "trials": timeline.trials,
         "notes": list(timeline.notes),
         "moments": [plain(at_s) for at_s in moments],
@@ -47,10 +48,14 @@ def encode_timeline(timeline: Timeline) -> dict[str, Any]:
             "at": [place[at_s] for at_s, _ in timeline.memory],
             "live_bytes": [live_bytes for _, live_bytes in timeline.memory],
         },
+        "tier_bytes": {
+            tier: {"at": [place[at_s] for at_s, _ in curve], "nbytes": [nbytes for _, nbytes in curve]}
+            for tier, curve in timeline.tiers.items()
+        },
     }
 
 
-def decode_timeline(fields: Fields, version: int) -> Timeline:  # noqa: ARG001 - every kind is read with its version
+def decode_timeline(fields: Fields, version: int) -> Timeline:
     """Return the timeline that a document of this version holds."""
     moment = entry_of(fields.column("moments", real))
     memory = fields.object("memory")
@@ -59,8 +64,17 @@ def decode_timeline(fields: Fields, version: int) -> Timeline:  # noqa: ARG001 -
     figures: dict[str, Any] = {name: fields.get(name, text) for name in _TEXTS}
     figures.update((name, fields.get(name, integer)) for name in _BYTES)
     figures.update((name, fields.get(name, real)) for name in _SECONDS)
+    tiers = {}
+    if version >= 2:
+        figures["slow_s"] = fields.get("slow_s", real)
+        curves = fields.object("tier_bytes")
+        for tier in curves.names():
+            at, nbytes = curves.object(tier).column("at", moment), curves.object(tier).column("nbytes", integer)
+            check_same_length("tier_bytes", at, nbytes)
+            tiers[tier] = tuple(zip(at, nbytes, strict=True))
     return Timeline(
         **figures,
+        tiers=tiers,
         trials=fields.get("trials", integer),
         spans=_decode_spans(fields),
         memory=tuple(zip(at_s, live_bytes, strict=True)),

@@ -9,7 +9,7 @@ from lowtide.core.machine import Machine
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import BadArgument
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,16 @@ IDENTITY = CodecCost(name="identity")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTime:
+    """How long an operator took with these operands in a tier that it reads in place, and all others in fast memory."""
+
+    op: int
+    tier: str
+    storages: frozenset[int]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Everything a policy may look at."""
 
@@ -50,6 +60,15 @@ class Problem:
     """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
     watch_s: float = 0.0
     """What a step takes longer if any operator is to run again, because it is watched for that."""
+    can_place: bool = False
+    """Whether who executes the plan can have storages live in tiers that operators read in place."""
+    measured: tuple[MeasuredTime, ...] = ()
+    """Operator times by placement, where somebody measured them; others follow from a roofline."""
+
+    def addressable(self) -> tuple[str, ...]:
+        """Return the tiers that a plan may have storages live in."""
+        names = self.tiers or (self.tier,)
+        return tuple(name for name in names if name in self.machine.addressable) if self.can_place else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +94,41 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Have a storage live in an addressable tier during the operators `from_op <= i < until_op`.
+
+    Operators that touch it then do so in place. A storage that is allocated at `from_op` is allocated there. Any other
+    migrates: its write starts at the start of `from_op`, or as soon as the link is free, and has landed before the
+    first operator that touches it in place begins, or operator `landed_op` if that comes first (`landed_op = from_op`:
+    the program waits for it from its start). If it lives on after `until_op`, it migrates back: the read starts at the
+    start of `fetch_op`, after the last touch in place (None: on demand, at `until_op`). A storage that is there in
+    every step lives in the tier for good if the span is all of the step.
+
+    `nbytes`: that much of the storage, in whole pages, and the rest of it stays in fast memory (None: all of it). Those
+    with the same `run` and the same operators share pages and move as one run of them.
+    """
+
+    storage: int
+    tier: str
+    from_op: int
+    until_op: int
+    fetch_op: int | None = None
+    landed_op: int | None = None
+    nbytes: int | None = None
+    run: int | None = None
+
+    @property
+    def gap(self) -> Gap:
+        """The span as one of a decision: what is in it is not in fast memory."""
+        return Gap(storage=self.storage, after_op=self.from_op, before_op=self.until_op)
+
+    @property
+    def asked_op(self) -> int:
+        """The operator at whose start it is asked back."""
+        return self.until_op if self.fetch_op is None else self.fetch_op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
     """Discard a gap's storage without a copy, and run operators again to have it back.
 
@@ -91,7 +145,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the planner expects of a plan."""
+    """What the planner expects of a plan. `slow_s` is what operators take longer with operands in slow memory."""
 
     peak_bytes: int
     step_s: float
@@ -99,6 +153,7 @@ class Prediction:
     moved_out_bytes: int
     moved_in_bytes: int
     recompute_s: float = 0.0
+    slow_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +167,7 @@ class Plan:
     budget_bytes: int
     swaps: tuple[Swap, ...] = ()
     recomputes: tuple[Recompute, ...] = ()
+    places: tuple[Place, ...] = ()
     prediction: Prediction | None = None
     notes: tuple[str, ...] = field(default=())
     trials: int = 0

@@ -5,10 +5,11 @@ The executor and the simulator both answer with a `Timeline`; reports draw it an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-TIMELINE_VERSION = 1
+TIMELINE_VERSION = 2
 
 
 class Lane(StrEnum):
@@ -45,9 +46,10 @@ class Span:
 class Timeline:
     """One step on one machine under one policy. `memory` are the moments at which live bytes changed, ascending.
 
-    `compute_s` is the time of the step's own operators, `recompute_s` that of those run again, `stall_s` what is left
-    of `step_s`. `reserved_peak_bytes` is the peak through an allocator model (equal to `peak_bytes` without one).
-    `trials` counts the steps that were run before this one to arrive at its plan.
+    `compute_s` is the time of the step's own operators, `slow_s` what they take longer with operands in slow memory,
+    `recompute_s` the time of those run again, `stall_s` what is left of `step_s`. `tiers` are the bytes in each tier
+    that the step uses, as `memory` those in fast memory. `reserved_peak_bytes` is the peak through an allocator model
+    (equal to `peak_bytes` without one). `trials` counts the steps that were run before this one to arrive at its plan.
     """
 
     policy: str
@@ -66,3 +68,5 @@ class Timeline:
     memory: tuple[tuple[float, int], ...] = ()
     notes: tuple[str, ...] = ()
     trials: int = 0
+    slow_s: float = 0.0
+    tiers: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)

@@ -135,6 +135,20 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """A storage from its allocation to its release: it is there during the operators `begin_op <= i < end_op`.
+
+    `touches` are ascending. What the next step does to it through its heir is counted on from n. `forever`: it is there
+    in every step, and its life is told as that of one step.
+    """
+
+    begin_op: int
+    end_op: int
+    touches: tuple[int, ...]
+    forever: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """A recorded step. `static_bytes` were alive before it began and after it ended.
 
@@ -199,6 +213,23 @@ class Trace:
                 if self.storages[heir].last_op < self.storages[parent].first_op
             }
         )
+
+    def lives(self) -> Mapping[int, Life]:
+        """Return the life of every storage; an heir's is a part of that of the storage whose heir it is."""
+        end, touches, heirs = len(self.ops), self.touches(), self.heirs()
+        inherited = frozenset(heirs.values())
+        found = {}
+        for storage, block in enumerate(self.storages):
+            if storage in inherited:
+                continue
+            end_op, touched = min(block.last_op + 1, end), touches[storage]
+            if storage in heirs:
+                end_op = end + self.storages[heirs[storage]].last_op + 1
+                touched = (*touched, *(end + op for op in touches[heirs[storage]]))
+            found[storage] = Life(
+                begin_op=max(block.first_op, 0), end_op=end_op, touches=touched, forever=self.lives_on(storage)
+            )
+        return MappingProxyType(found)
 
     def gaps(self, kinds: Collection[Kind] | None = None) -> tuple[Gap, ...]:
         """Return every span in which a storage could be absent, ordered by storage and time.

@@ -45,10 +45,17 @@ def markdown() -> str:
             f"- compute: {preset.sources['flops_per_s']}",
             f"- memory: {preset.sources['memory_bytes_per_s']}",
             f"- capacity: {preset.sources['capacity_bytes']}",
-            f"- `spill`: {preset.sources['spill']}{ways}",
+            f"- `spill`{_in_place(preset.machine.links['spill'])}: {preset.sources['spill']}{ways}",
             f"- {fault}: {preset.sources['page_fault_s']}\n",
         ]
     return "\n".join(lines)
+
+
+def _in_place(link: Link) -> str:
+    if link.access is None:
+        return ""
+    written, read = format_rate(link.access.write_bytes_per_s), format_rate(link.access.read_bytes_per_s)
+    return f", written and read in place at {written} / {read}"
 
 
 def _rates(link: Link) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide.core.machine import Link, Machine
+from lowtide.core.machine import Access, Link, Machine
 from lowtide.core.spelling import did_you_mean
 from lowtide.errors import BadArgument
 
@@ -117,6 +117,34 @@ def _host(
 _CASCADE_LAKE = "one Xeon Platinum 8260: 24 cores, AVX-512 with 2 FMA units (Intel ARK), at an assumed 2.0 GHz"
 _SERVER_MEMORY = "6 channels of DDR4-2933: 6 x 23.5 GB/s"
 _ETHERNET = "line rate, without loss to protocols; latency of 3 us, as of RDMA within a rack, assumed"
+
+# Izraelevitz et al., arXiv 1903.05714: six interleaved modules, sequential, at the best number of threads.
+_OPTANE_IN_PLACE = Access(
+    read_bytes_per_s=39.4e9, write_bytes_per_s=13.9e9, mixed_share=0.7, latency_s=3.05e-7, own_channel=False
+)
+_OPTANE_SOURCE = (
+    "in place 39.4 GB/s read (from 17 threads on) and 13.9 GB/s write (saturated by 4 threads, no more with more), "
+    "305 ns a random read: Izraelevitz et al., arXiv 1903.05714, six interleaved modules; they report that mixed "
+    "traffic collapses, of which 0.7 is left here (assumed)"
+)
+
+
+def _optane(*, write_bytes_per_s: float, read_bytes_per_s: float) -> Link:
+    """Return Optane with these rates of copies beside operators, and AutoTM's of copies that the program waits for."""
+    return Link(
+        write_bytes_per_s=write_bytes_per_s,
+        read_bytes_per_s=read_bytes_per_s,
+        write_latency_s=2e-5,
+        read_latency_s=2e-5,
+        waited_write_bytes_per_s=12e9,
+        waited_read_bytes_per_s=29e9,
+        capacity_bytes=768 * GIB,
+        access=_OPTANE_IN_PLACE,
+    )
+
+
+_WAITED_SOURCE = "copies that the program waits for, 12 GB/s out and 29 GB/s in: AutoTM's artefact"
+_RUN_SOURCE = "20 us a run of pages, assumed"
 
 _ALL = (
     _gpu(
@@ -274,6 +302,70 @@ _ALL = (
             "memory_bytes_per_s": _SERVER_MEMORY,
             "capacity_bytes": "6 modules of 32 GiB, assumed",
             "spill": "AutoTM (Hildebrand et al., ASPLOS 2020): synchronous copies, 12 GB/s to and 29 GB/s from Optane",
+            "page_fault_s": "a page moved by the kernel, assumed",
+        },
+    ),
+    _host(
+        "optane",
+        "a server socket with Optane persistent memory that operators read in place",
+        gflops=3072,
+        memory_gb_per_s=106,
+        capacity_gib=192,
+        link=_optane(write_bytes_per_s=10e9, read_bytes_per_s=10e9),
+        page_fault_s=2e-6,
+        sources={
+            "flops_per_s": _CASCADE_LAKE,
+            "memory_bytes_per_s": "Izraelevitz et al., arXiv 1903.05714: 105.9 GB/s read from six modules of DDR4",
+            "capacity_bytes": "6 modules of 32 GiB, assumed; 6 of 128 GiB Optane",
+            "spill": f"{_OPTANE_SOURCE}; copies beside operators 10 GB/s each way, the rate that Sentinel migrates "
+            f"with, assumed; {_WAITED_SOURCE}; {_RUN_SOURCE}",
+            "page_fault_s": "a page moved by the kernel, assumed",
+        },
+    ),
+    _host(
+        "optane-autotm",
+        "the same with AutoTM's copies beside operators, which are slow",
+        gflops=3072,
+        memory_gb_per_s=106,
+        capacity_gib=192,
+        link=_optane(write_bytes_per_s=2.5e9, read_bytes_per_s=2.0e9),
+        page_fault_s=2e-6,
+        sources={
+            "flops_per_s": _CASCADE_LAKE,
+            "memory_bytes_per_s": "Izraelevitz et al., arXiv 1903.05714: 105.9 GB/s read from six modules of DDR4",
+            "capacity_bytes": "6 modules of 32 GiB, assumed; 6 of 128 GiB Optane",
+            "spill": f"{_OPTANE_SOURCE}; copies beside operators 2.5 GB/s out and 2.0 GB/s in: AutoTM's artefact; "
+            f"{_WAITED_SOURCE}; {_RUN_SOURCE}",
+            "page_fault_s": "a page moved by the kernel, assumed",
+        },
+    ),
+    _host(
+        "cxl",
+        "a server socket with a CXL memory expander that operators read in place",
+        gflops=3072,
+        memory_gb_per_s=230,
+        capacity_gib=256,
+        link=Link(
+            write_bytes_per_s=18e9,
+            read_bytes_per_s=18e9,
+            write_latency_s=2e-5,
+            read_latency_s=2e-5,
+            duplex=True,
+            waited_write_bytes_per_s=22e9,
+            waited_read_bytes_per_s=26e9,
+            capacity_bytes=512 * GIB,
+            access=Access(
+                read_bytes_per_s=26e9, write_bytes_per_s=22e9, mixed_share=1.0, latency_s=2.5e-7, own_channel=True
+            ),
+        ),
+        page_fault_s=2e-6,
+        sources={
+            "flops_per_s": _CASCADE_LAKE,
+            "memory_bytes_per_s": "8 channels of DDR5-4800: 75% of 8 x 38.4 GB/s, assumed",
+            "capacity_bytes": "8 modules of 32 GiB, assumed; 512 GiB below",
+            "spill": "PCIe 5.0 x8 has 31.5 GB/s each way; 82% of it in reads and 70% in writes, 250 ns, each way "
+            "beside the other and beside DRAM: assumed, not measured; copies beside operators 18 GB/s, assumed; "
+            + _RUN_SOURCE,
             "page_fault_s": "a page moved by the kernel, assumed",
         },
     ),

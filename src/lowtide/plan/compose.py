@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes
-from lowtide.plan.costs.sweep import predict
+from lowtide.plan.costs.sweep import Sweep
 
 FITS = "everything fits: nothing is moved"
+
+
+NOTHING_SLOW = "no slow memory that operators read in place: nothing is placed"
+
+
+def nothing_to_place(policy: str, problem: Problem) -> Plan | None:
+    """Return the plan of a policy that places storages where there is nothing to place, or nowhere to place it."""
+    if problem.trace.peak_bytes <= problem.budget_bytes:
+        return compose(policy, problem, notes=(FITS,))
+    return None if problem.addressable() else compose(policy, problem, notes=(NOTHING_SLOW,))
 
 
 def compose(
@@ -16,6 +26,7 @@ def compose(
     problem: Problem,
     swaps: Sequence[Swap] = (),
     recomputes: Sequence[Recompute] = (),
+    places: Sequence[Place] = (),
     *,
     notes: Sequence[str] = (),
     trials: int = 0,
@@ -23,15 +34,21 @@ def compose(
     """Return the plan of a policy, with its decisions in the order of the gaps."""
     swaps = tuple(sorted(swaps, key=lambda swap: swap.gap))
     recomputes = tuple(sorted(recomputes, key=lambda one: one.gap))
-    prediction = predict(problem, swaps, recomputes)
+    places = tuple(sorted(places, key=lambda place: place.gap))
+    facts = Sweep(problem)
+    prediction = facts.run(swaps, recomputes, places).prediction
     if prediction.peak_bytes > problem.budget_bytes:
         needed, budget = format_bytes(prediction.peak_bytes), format_bytes(problem.budget_bytes)
         notes = (*notes, f"best effort: {needed} are needed, more than the budget of {budget}")
+    for tier, room_bytes in facts.room_in_tiers(swaps, places).items():
+        if room_bytes < 0:
+            notes = (*notes, f"best effort: tier {tier!r} lacks {format_bytes(-room_bytes)}")
     return Plan(
         policy=policy,
         budget_bytes=problem.budget_bytes,
         swaps=swaps,
         recomputes=recomputes,
+        places=places,
         prediction=prediction,
         notes=tuple(notes),
         trials=trials,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lowtide.core.machine import Machine
 from lowtide.core.plan import CodecCost, Plan, Problem
 from lowtide.core.timeline import Timeline
-from lowtide.core.trace import Trace
+from lowtide.core.trace import Reach, Trace
 from lowtide.errors import BadArgument
 from lowtide.memory.budget import parse_budget
 from lowtide.plan.policy import Policy, Runs, revised
@@ -87,7 +87,18 @@ def problem_of(
 
     known = machine.flops_per_s is not None and machine.memory_bytes_per_s is not None
     timed = trace if keep_times or not known else retime(trace, machine)
-    return Problem(trace=timed, machine=machine, budget_bytes=budget_bytes, can_recompute=can_recompute)
+    return Problem(
+        trace=timed,
+        machine=machine,
+        budget_bytes=budget_bytes,
+        can_recompute=can_recompute,
+        can_place=can_place(trace, machine),
+    )
+
+
+def can_place(trace: Trace, machine: Machine) -> bool:
+    """Tell whether a simulated step may have storages live in slow memory: where pages move and it is read in place."""
+    return trace.reach is Reach.TOUCHED and bool(machine.addressable)
 
 
 def budget_of(text: str, *, static_bytes: int, peak_bytes: int) -> int:

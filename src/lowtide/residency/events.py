@@ -74,6 +74,13 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedInPlace:
+    """Range: an operator wrote it where it is away, in slow memory that it reaches: no other copy is worth anything."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
 class Due:
     """The plan wants these keys on their way back."""
 
@@ -188,6 +195,7 @@ Event = (
     | Sole
     | Needed
     | Used
+    | ChangedInPlace
     | Due
     | Leave
     | Forget

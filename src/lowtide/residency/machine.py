@@ -21,6 +21,7 @@ from enum import Enum, auto
 
 from lowtide.residency.events import (
     Arrived,
+    ChangedInPlace,
     Command,
     Discard,
     Due,
@@ -308,6 +309,8 @@ class Residency:
                 entry.place = place
                 entry.copies.add(place)
                 entry.where = Residence.AWAY if away else Residence.CLEAN
+            case ChangedInPlace():
+                entry.copies = {entry.place}
             case WriteFailed():
                 entry.where = Residence.RESIDENT
                 entry.failed = True

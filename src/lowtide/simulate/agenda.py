@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from lowtide.core.plan import Plan, Problem
+from lowtide.core.plan import Place, Plan, Problem
 from lowtide.core.trace import Gap, Reach, Save, Trace
 from lowtide.errors import PlanError
+from lowtide.plan.costs.options import Option, Options
 from lowtide.plan.costs.sweep import ends_unused
 
 
@@ -28,7 +29,7 @@ class Record:
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
     `lives_on`: it is there in every step, and its state goes on from one to the next. `inherited`: so does its state,
-    until the next step has freed it.
+    until the next step has freed it. `option` is the price of its last planned absence (None: there was none yet).
     """
 
     storage: int
@@ -47,13 +48,15 @@ class Record:
     landed_s: float = inf
     arrives_s: float = -1.0
     touched_s: float = 0.0
+    option: Option | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Trip:
     """One planned absence: out when `begin_op` begins, due back at `due_op`; `ops` make it again if nothing is read.
 
-    `for_good`: nobody needs it in any step, so that it is away all the time. `blocked_until_op` belongs to its place in
+    `for_good`: nobody needs it in any step, or all do so in slow memory, so that it is away all the time. `born`: it is
+    allocated where it goes. `blocked_until_op` belongs to its place in
     the queue of prefetches.
     """
 
@@ -70,6 +73,8 @@ class Trip:
     ops: tuple[int, ...] | None = None
     blocked_until_op: int = 0
     read: bool = False
+    born: bool = False
+    option: Option | None = None
 
     @property
     def place(self) -> str:
@@ -82,6 +87,7 @@ class Moment:
     """What the start of one operator brings; its end, for `gone`. Numbers are storages.
 
     `ending`: gaps that end without a use. `over`: storages that ended with the operator before, in such a gap.
+    `in_place`: those that the operator touches in slow memory, `changed`: those of them that it writes.
     """
 
     over: list[int] = field(default_factory=list)
@@ -98,6 +104,9 @@ class Moment:
     used: list[int] = field(default_factory=list)
     other_uses: int = 0
     gone: list[int] = field(default_factory=list)
+    born: list[Trip] = field(default_factory=list)
+    in_place: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
 
 
 class Agenda:
@@ -115,6 +124,13 @@ class Agenda:
             gaps.setdefault(gap.storage, []).append(gap)
         self._gaps = gaps
         self._ends_unused = ends_unused(trace)
+        self._places: dict[int, list[Place]] = {}
+        for place in plan.places if plan is not None else ():
+            self._places.setdefault(place.storage, []).append(place)
+        self._lives = trace.lives() if self._places else {}
+        self._in_place: dict[tuple[int, int], str] = {}
+        if self._places and not self.pages:
+            raise PlanError("the plan has storages live in slow memory, and the trace's executor moves what is saved")
         if self.pages:
             self._add_ranges(trace, tier=problem.tier)
             self.uses = self._number_touches(steps)
@@ -125,7 +141,7 @@ class Agenda:
             for storage, own in gaps.items():
                 self._add_record(trace, storage, own, saves[storage], tier=problem.tier)
             self.uses = self._number_events(trace)
-        self.trips = self._add_trips(plan) if plan is not None else []
+        self.trips = self._add_trips(plan, problem) if plan is not None else []
 
     def at(self, op: int) -> Moment:
         """Return the moment of an operator, made if there is none yet."""
@@ -149,11 +165,16 @@ class Agenda:
     def _add_ranges(self, trace: Trace, *, tier: str) -> None:
         """Make a record of every range with gaps, with its life and all of its touches."""
         touches, heirs = trace.touches(), trace.heirs()
-        for storage in self._gaps:
+        writers: dict[int, set[int]] = {}
+        for index, writer in enumerate(trace.ops):
+            for storage in writer.writes:
+                writers.setdefault(storage, set()).add(index)
+        for storage in sorted({*self._gaps, *self._places}):
             block, touched = trace.storages[storage], touches[storage]
+            placed = self._places.get(storage, [])
             record = Record(
                 storage=storage,
-                nbytes=block.nbytes,
+                nbytes=placed[0].nbytes if placed and placed[0].nbytes is not None else block.nbytes,
                 used=bool(touched),
                 tier=tier,
                 lives_on=trace.lives_on(storage),
@@ -162,14 +183,24 @@ class Agenda:
                 watched=False,
             )
             self.records[storage] = record
-            for op in (*touched, *(touches[heirs[storage]] if record.inherited else ())):
-                self.at(op).used.append(storage)
+            own = [(op, False, op in writers.get(storage, ())) for op in touched]
+            if record.inherited:
+                heir = heirs[storage]
+                own += [(op, True, op in writers.get(heir, ())) for op in touches[heir]]
+            for op, later, writes in own:
+                self._touch(record, op, later=later, writes=writes)
             if record.lives_on:
                 continue
             # What an operator allocates and does not touch can leave once that operator has ended.
             first_op = max(block.first_op, 0) if block.first_op in (-1, *touched[:1]) else block.first_op + 1
+            if placed:
+                first_op = max(block.first_op, 0)
             self.at(first_op).saved.append(storage)
-            if (end_op := self._ends_unused[storage]) >= 0:
+            end_op = self._ends_unused[storage]
+            if end_op < 0 and any(not self._moves_back(place) for place in placed):
+                # In slow memory, too, it is there while the operator runs that touches it last.
+                end_op = min(block.last_op + 1, self._count)
+            if end_op >= 0:
                 moment = self.at(end_op % self._count)
                 moment.ending.append(storage)
                 moment.over.append(storage)
@@ -177,6 +208,28 @@ class Agenda:
                 self.at(block.last_op).gone.append(storage)
         for moment in self.moments.values():
             moment.used.sort()
+
+    def _touch(self, record: Record, op: int, *, later: bool, writes: bool) -> None:
+        """Note that an operator touches a record, in fast memory or where it lives then; `later`: as an heir."""
+        moments = {op + self._count} if later else {op, op + self._count} if record.lives_on else {op}
+        for place in self._places.get(record.storage, ()):
+            if any(place.from_op <= moment < place.until_op for moment in moments):
+                self.at(op).in_place.append(record.storage)
+                if writes:
+                    self.at(op).changed.append(record.storage)
+                    self._in_place[record.storage, op + (self._count if later else 0)] = f"{place.tier}/identity"
+                return
+        self.at(op).used.append(record.storage)
+
+    def _is_born(self, place: Place) -> bool:
+        life = self._lives[place.storage]
+        return not life.forever and place.from_op == life.begin_op
+
+    def _moves_back(self, place: Place) -> bool:
+        life = self._lives[place.storage]
+        if life.forever:
+            return not (place.from_op == 0 and place.until_op == self._count)
+        return place.until_op < life.end_op
 
     def _number_touches(self, steps: int) -> dict[int, tuple[int, ...]]:
         """Give every touch of a record its number, from step to step; return those of each record, and of one more."""
@@ -231,8 +284,35 @@ class Agenda:
             )
         return self.records[gap.storage]
 
-    def _add_trips(self, plan: Plan) -> list[Trip]:
+    def _placed_trips(self, plan: Plan, problem: Problem) -> list[Trip]:
+        """Return the stays in slow memory, each with its first touch there as a barrier for its write."""
         trips = []
+        for place, option in zip(plan.places, Options(problem).places(plan.places), strict=True):
+            record, life = self.records[place.storage], self._lives[place.storage]
+            later = tuple(self._count + op for op in life.touches) if life.forever else ()
+            touched = next((op for op in (*life.touches, *later) if place.from_op <= op < place.until_op), None)
+            barriers = [op for op in (place.landed_op, touched) if op is not None]
+            returns = self._moves_back(place)
+            trips.append(
+                Trip(
+                    record=record,
+                    gap=place.gap,
+                    begin_op=place.from_op,
+                    due_op=place.until_op,
+                    returns=returns,
+                    for_good=record.lives_on and not returns,
+                    tier=place.tier,
+                    fetch_op=place.asked_op,
+                    landed_op=min(barriers, default=None),
+                    born=self._is_born(place),
+                    option=option,
+                )
+            )
+        return trips
+
+    def _add_trips(self, plan: Plan, problem: Problem) -> list[Trip]:
+        trips = self._placed_trips(plan, problem)
+        options = Options(problem)
         for swap in plan.swaps:
             record = self._record_of(swap.gap)
             returns = self._returns(swap.gap)
@@ -251,6 +331,7 @@ class Agenda:
                     codec=swap.codec,
                     fetch_op=swap.fetch_op - shift,
                     landed_op=None if swap.landed_op is None else swap.landed_op - shift,
+                    option=options.swap(record.nbytes, tier=swap.tier, codec=swap.codec),
                 )
             )
         trips += [
@@ -286,6 +367,9 @@ class Agenda:
         if trip.ops is not None:
             self.at(trip.begin_op).discarding.append(trip)
             return
+        if trip.born:
+            self.at(trip.begin_op).born.append(trip)
+            return
         self.at(trip.begin_op).leaving.append(trip)
         if trip.landed_op is not None:
             self.at(self._place(trip.landed_op)).barred.append(trip)
@@ -297,19 +381,19 @@ class Agenda:
 
     def copies(self) -> set[tuple[int, str]]:
         """Return the records of which a tier has a good copy when a step begins, and where: nobody wrote them since."""
-        changes: dict[int, int] = {}
+        changes: dict[int, list[tuple[int, str]]] = {}
         for index, op in enumerate(self._trace.ops):
-            changes.update(dict.fromkeys(op.writes, index))
+            for storage in op.writes:
+                changes.setdefault(storage, []).append((index, self._in_place.get((storage, index), "")))
         for trip in self.trips:
             if trip.ops is not None:
-                storage = trip.record.storage
-                changes[storage] = max(trip.due_op, changes.get(storage, -1))
+                changes.setdefault(trip.record.storage, []).append((trip.due_op, ""))
         return {
             (trip.record.storage, trip.place)
             for trip in self.trips
             if (trip.record.lives_on or (trip.record.inherited and trip.due_op >= self._count))
             and trip.ops is None
-            and changes.get(trip.record.storage, -1) < trip.begin_op
+            and all(op < trip.begin_op or where == trip.place for op, where in changes.get(trip.record.storage, ()))
         }
 
     def least_bytes(self, peak_bytes: Sequence[int]) -> list[int]:

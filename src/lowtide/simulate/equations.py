@@ -15,7 +15,7 @@ read (they count in (3)) but are not on the device before they have arrived (the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from lowtide.core.trace import Trace
 
@@ -23,9 +23,11 @@ from lowtide.core.trace import Trace
 class Equations:
     """An account of its own: it learns of transfers only, and must arrive at the simulator's figures."""
 
-    def __init__(self, trace: Trace, budget_bytes: int, records: Iterable[int]) -> None:
+    def __init__(self, trace: Trace, budget_bytes: int, records: Mapping[int, int]) -> None:
+        """Begin with everything on the device; `records` are storages with the bytes of each that can leave."""
         self._trace = trace
         self._budget_bytes = budget_bytes
+        self._sizes = records
         self._records = frozenset(records)
         self._parent = {heir: storage for storage, heir in trace.heirs().items()}
         self.device: set[int] = set(self._records)
@@ -62,13 +64,15 @@ class Equations:
         """Check (3) while an operator runs that would need `peak_bytes` if nothing were ever absent."""
         assert not self.device & self.storage, f"(1) {self.device & self.storage} are on the device and in storage"
         assert self.device | self.storage == self._records, "(1), (2) a storage is neither on the device nor in storage"
-        own = peak_bytes - sum(self._trace.storages[record].nbytes for record in self.storage - self.coming)
+        own = peak_bytes - sum(self._sizes[record] for record in self.storage - self.coming)
         assert own == live_bytes, f"(3) operator {op}: {live_bytes} bytes are counted alive and {own} are"
         assert own <= self._budget_bytes, f"(3) operator {op}: {own} bytes are alive, {self._budget_bytes} may be"
 
-    def begins(self, op: int, unpacked: Iterable[int]) -> None:
-        """Check (4) and (5) for an operator that begins."""
+    def begins(self, op: int, unpacked: Iterable[int], *, in_place: Collection[int] = ()) -> None:
+        """Check (4) and (5) for an operator that begins; what it touches `in_place` has to be in storage."""
         operands = {*self._trace.ops[op].reads, *self._trace.ops[op].writes, *unpacked}
         required = {self._parent.get(operand, operand) for operand in operands} & self._records
+        assert set(in_place) <= self.storage, f"operator {op} touches {set(in_place) - self.storage} in slow memory"
+        required -= set(in_place)
         assert not required & self.storage, f"(4) operator {op} needs {required & self.storage}, which are in storage"
         assert required <= self.device, f"(5) operator {op} needs {required - self.device}, which are not on the device"

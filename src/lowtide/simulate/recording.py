@@ -19,11 +19,24 @@ class Recording:
     """Collects what happens, in any order of time, and makes a `Timeline` of it.
 
     `watch_s` is what an operator takes longer than the trace says, because the step is watched. Moments are given on
-    the clock of all steps; the timeline's begin with the step, at `begun_s`, with some storages `away`.
+    the clock of all steps; the timeline's begin with the step, at `begun_s`, with some storages `away`. `slow_s` is
+    the time that operators take longer with operands in slow memory; storages of `elsewhere` are allocated there.
     """
 
-    def __init__(self, trace: Trace, *, watch_s: float = 0.0, begun_s: float = 0.0, away: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        watch_s: float = 0.0,
+        begun_s: float = 0.0,
+        away: Sequence[int] = (),
+        slow_s: float = 0.0,
+        elsewhere: Collection[int] = (),
+    ) -> None:
         self._trace = trace
+        self._slow_s = slow_s
+        self._elsewhere = frozenset(elsewhere)
+        self._tiers: dict[str, list[tuple[float, int]]] = {}
         self._watch_s = watch_s
         self._begun_s = begun_s
         self._away = frozenset(away)
@@ -42,6 +55,10 @@ class Recording:
         self.memory.append((at_s, live_bytes))
         self.peak_bytes = max(self.peak_bytes, live_bytes)
 
+    def in_tier(self, at_s: float, tier: str, nbytes: int) -> None:
+        """Note how many bytes a tier holds from a moment on."""
+        self._tiers.setdefault(tier, []).append((at_s, nbytes))
+
     def span(
         self, lane: Lane, start_s: float, end_s: float, op: int, cause: str = "", storage: int | None = None
     ) -> None:
@@ -58,7 +75,16 @@ class Recording:
         Storages keep their number from one absence to the next, but take a new block each time. What the trace knows
         of an operator beside its storages is one more block, taken and given back with it.
         """
-        return _blocks(self._trace, self.starts_s, self.absences, self.scratch, end_s, away=self._away)
+        absences = [absence for absence in self.absences if absence[1] not in self._elsewhere]
+        return _blocks(
+            self._trace,
+            self.starts_s,
+            absences,
+            self.scratch,
+            end_s,
+            away=self._away - self._elsewhere,
+            elsewhere=self._elsewhere,
+        )
 
     def _since(self, span: Span) -> Span:
         if not self._begun_s:
@@ -89,7 +115,12 @@ class Recording:
             step_s=step_s,
             compute_s=compute_s,
             recompute_s=self.recompute_s,
-            stall_s=max(0.0, step_s - compute_s - self.recompute_s),
+            stall_s=max(0.0, step_s - compute_s - self._slow_s - self.recompute_s),
+            slow_s=self._slow_s,
+            tiers={
+                tier: tuple((max(0.0, at_s - self._begun_s), nbytes) for at_s, nbytes in curve)
+                for tier, curve in self._tiers.items()
+            },
             peak_bytes=self.peak_bytes,
             reserved_peak_bytes=reserved_bytes,
             moved_out_bytes=self.out_bytes,
@@ -111,6 +142,7 @@ def _blocks(
     end_s: float,
     *,
     away: Collection[int],
+    elsewhere: Collection[int] = (),
 ) -> list[Block]:
     """Return all changes in the order of time; at one moment, what is given back goes first."""
     changes: list[tuple[float, int, int, int]] = []  # time, rank, storage, bytes
@@ -122,7 +154,7 @@ def _blocks(
     ends_s = [*starts_s[1:], end_s]
     alive = [0] * (len(trace.ops) + 2)
     for storage, block in enumerate(trace.storages):
-        if block.first_op < 0 or not block.nbytes:
+        if block.first_op < 0 or not block.nbytes or storage in elsewhere:
             continue  # those that were there before the step are part of the static bytes
         changes.append((starts_s[block.first_op], 2, storage, block.nbytes))
         if block.last_op < len(trace.ops):

@@ -37,6 +37,8 @@ class State:
         self.op = 0
         self._count = max(1, len(problem.trace.ops))
         self.away_bytes = 0
+        self.tier_bytes: dict[str, int] = {}
+        self._now_s = 0.0
         self.waiting = False
 
     @property
@@ -50,6 +52,7 @@ class State:
 
     def note(self, at_s: float) -> None:
         """Take down what is alive from a moment on, and check it in a strict simulation."""
+        self._now_s = max(self._now_s, at_s)
         if self.waiting:
             return
         self.recording.live(at_s, self.live_bytes())
@@ -62,6 +65,9 @@ class State:
         record.leaving = False
         record.away, record.discarded = not discarded, discarded
         self.away_bytes += record.nbytes
+        self._now_s = max(self._now_s, at_s)
+        if not discarded:
+            self._in_tier(record, record.nbytes)
         self.recording.absent(at_s, record.storage, gone=True)
         if self.equations is not None:
             self.equations.out(record.storage)
@@ -69,6 +75,8 @@ class State:
 
     def claim(self, record: Record) -> None:
         """Lay claim to fast bytes for a record that comes back or is made again."""
+        if record.away:
+            self._in_tier(record, -record.nbytes)
         record.away = record.discarded = False
         self.away_bytes -= record.nbytes
         if self.equations is not None:
@@ -81,11 +89,18 @@ class State:
 
     def released(self, record: Record) -> None:
         """Forget a record that autograd let go of; what was away is not missed any more."""
+        if record.away:
+            self._in_tier(record, -record.nbytes)
         if record.away or record.discarded:
             record.away = record.discarded = False
             self.away_bytes -= record.nbytes
             if self.equations is not None:
                 self.equations.released(record.storage)
+
+    def _in_tier(self, record: Record, change_bytes: int) -> None:
+        """Count what a tier holds of records that are away."""
+        self.tier_bytes[record.tier] = self.tier_bytes.get(record.tier, 0) + change_bytes
+        self.recording.in_tier(self._now_s, record.tier, self.tier_bytes[record.tier])
 
     def tell(self, event: e.Event) -> Sequence[e.Command]:
         """Give the residency machine an event and return its commands."""

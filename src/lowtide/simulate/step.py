@@ -15,6 +15,7 @@ from lowtide.core.timeline import Lane, Timeline
 from lowtide.core.trace import Reach
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.operator_times import OperatorTimes
 from lowtide.plan.policy import Policy
 from lowtide.plan.victims import victims_of
 from lowtide.residency import events as e
@@ -54,6 +55,8 @@ def _waited_link(problem: Problem, plan: Plan | None) -> Link | None:
     """Return the link on which everything goes faster while the program waits (None: not everything does)."""
     link = problem.machine.links.get(problem.tier)
     ways = {(swap.tier, swap.codec) for swap in plan.swaps} if plan is not None else set()
+    if plan is not None:
+        ways |= {(place.tier, "identity") for place in plan.places}
     if link is None or link.idle_speedup == 1 or not ways <= {(problem.tier, "identity")}:
         return None
     return link
@@ -78,14 +81,16 @@ class _Steps:
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
         self.watch_s = problem.watch_s / max(1, len(self.ops)) if remakes else 0.0
-        self.recording = Recording(trace, watch_s=self.watch_s)
+        places = plan.places if plan is not None else ()
+        self.duration_s = OperatorTimes(problem).all(places) if places else [op.duration_s for op in self.ops]
+        self.recording = self._new_recording(begun_s=0.0)
         peak_bytes = planned_peaks(problem, plan)
         self.state = State(
             problem,
             peak_bytes=peak_bytes * self.steps,
             machine=Residency(self._victims, discards=self.discards, pages=self.pages),
             recording=self.recording,
-            equations=Equations(trace, problem.budget_bytes, self.records) if strict else None,
+            equations=Equations(trace, problem.budget_bytes, self._sizes()) if strict else None,
         )
         self.waits: list[Wait] = []
         self.begun_s = 0.0
@@ -100,6 +105,19 @@ class _Steps:
         )
         self.state.machine.follow(swapped=frozenset(), uses=self.agenda.uses if plan is not None else {})
 
+    def _new_recording(self, *, begun_s: float) -> Recording:
+        return Recording(
+            self.problem.trace,
+            watch_s=self.watch_s,
+            begun_s=begun_s,
+            away=[record.storage for record in self.records.values() if record.away],
+            slow_s=sum(self.duration_s) - sum(op.duration_s for op in self.ops),
+            elsewhere=[trip.record.storage for trip in self.agenda.trips if trip.born],
+        )
+
+    def _sizes(self) -> dict[int, int]:
+        return {storage: record.nbytes for storage, record in self.records.items()}
+
     def _victims(self, _: Residency, need_bytes: int) -> Iterator[int]:
         return victims_of(self.policy, self.view, need_bytes) if self.policy is not None else iter(())
 
@@ -113,12 +131,9 @@ class _Steps:
         if self.steps > 1:
             self.begun_s = clock_s
             self.waits = []
-            self.recording = self.state.recording = Recording(
-                self.problem.trace,
-                watch_s=self.watch_s,
-                begun_s=clock_s,
-                away=[record.storage for record in self.records.values() if record.away],
-            )
+            self.recording = self.state.recording = self._new_recording(begun_s=clock_s)
+            for tier, nbytes in self.state.tier_bytes.items():
+                self.recording.in_tier(clock_s, tier, nbytes)
             clock_s = self._step(len(self.ops), clock_s)
         self.traffic.drain()
         policy = self.plan.policy if self.plan is not None else self.policy.name if self.policy is not None else ""
@@ -142,9 +157,10 @@ class _Steps:
             self.state.waiting = False
             self.state.note(clock_s)
             if self.state.equations is not None:
-                self.state.equations.begins(index, moment.used if moment is not None else ())
+                used, in_place = (moment.used, moment.in_place) if moment is not None else ((), ())
+                self.state.equations.begins(index, used, in_place=in_place)
             self.recording.starts_s.append(clock_s)
-            end_s = clock_s + op.duration_s + self.watch_s
+            end_s = clock_s + self.duration_s[index] + self.watch_s
             self.recording.span(Lane.COMPUTE, clock_s, end_s, index)
             clock_s = end_s
             if moment is not None:
@@ -173,7 +189,7 @@ class _Steps:
             for place in sorted(copies.get(storage, ()), key=lambda place: place == away):
                 self.state.tell(e.Found(storage, place, place == away))
             if trip is not None:
-                record.tier, record.codec = trip.tier, trip.codec
+                record.tier, record.codec, record.option = trip.tier, trip.codec, trip.option
                 record.landed_s = 0.0
                 self.state.waiting = True
                 self.state.gone(record, 0.0)
@@ -192,6 +208,7 @@ class _Steps:
         if self.pages:
             self._release(moment.over)  # before the saves: what ended with the step before is the same storage in this
             self._note_saves(moment, clock_s)
+            self._note_born(moment, clock_s)
         fetched, remade = self._need(moment)
         absent = [record for record in fetched if record.away]
         for record in absent:
@@ -225,6 +242,8 @@ class _Steps:
             for storage in moment.used:
                 commands = self.state.tell(e.Used(storage, wrote=storage in written))
                 self._carry_out(commands, clock_s, cause="plan")
+            for storage in moment.changed:
+                self.state.tell(e.ChangedInPlace(storage))
         self._release(moment.gone)
 
     # ---- the start of an operator ----
@@ -240,6 +259,16 @@ class _Steps:
                 self.view.needed_next(storage, self._next_touch(storage, self.state.index - 1))
         for _ in range(moment.ticks):
             machine.tick()
+
+    def _note_born(self, moment: Moment, clock_s: float) -> None:
+        """Take in what is allocated in slow memory: fast memory never has it."""
+        for trip in moment.born:
+            record = trip.record
+            record.tier, record.codec, record.option = trip.tier, trip.codec, trip.option
+            record.landed_s = clock_s
+            trip.read, trip.blocked_until_op = False, 0
+            self.state.tell(e.Found(record.storage, trip.place, True))
+            self.state.gone(record, clock_s)
 
     def _next_touch(self, storage: int, index: int) -> int:
         """Return the first operator after one that needs a range, or that releases it; the end if it is after that."""
@@ -257,7 +286,7 @@ class _Steps:
             if record.watched:
                 self._watch(record, clock_s, cause="plan")
         for trip in moment.leaving:
-            trip.record.tier, trip.record.codec = trip.tier, trip.codec
+            trip.record.tier, trip.record.codec, trip.record.option = trip.tier, trip.codec, trip.option
             trip.read, trip.blocked_until_op = False, 0
             leave = e.Leave((trip.record.storage,), place=trip.place)
             self._carry_out(self.state.tell(leave), clock_s, cause="plan")

@@ -150,6 +150,8 @@ class Traffic:
         return self._wires[tier]
 
     def _option(self, record: Record) -> Option:
+        if record.option is not None:
+            return record.option
         return self._options.swap(record.nbytes, tier=record.tier, codec=record.codec)
 
     def _write_start_s(self, wire: Wire, clock_s: float) -> float:

@@ -46,7 +46,10 @@ def shortened(timeline: Timeline, waits: Sequence[Wait]) -> Timeline:
     return replace(
         timeline,
         step_s=step_s,
-        stall_s=max(0.0, step_s - timeline.compute_s - timeline.recompute_s),
+        stall_s=max(0.0, step_s - timeline.compute_s - timeline.slow_s - timeline.recompute_s),
         spans=tuple(replace(span, start_s=at(span.start_s), end_s=at(span.end_s)) for span in timeline.spans),
         memory=tuple((at(moment_s), live_bytes) for moment_s, live_bytes in timeline.memory),
+        tiers={
+            tier: tuple((at(moment_s), nbytes) for moment_s, nbytes in curve) for tier, curve in timeline.tiers.items()
+        },
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Reach
+from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
+from lowtide.core.trace import Gap, Life, Reach
 from lowtide.plan.views.lineage import Lineage, alive_when
 
 if TYPE_CHECKING:
@@ -43,6 +43,60 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
             budget_bytes=problem.budget_bytes,
             swaps=tuple(swaps),
             recomputes=tuple(one for one in recomputes if one is not None),
+        )
+
+    return build()
+
+
+def placed_plans(problem: Problem) -> SearchStrategy[Plan]:
+    """Return a strategy for plans that have some storages live in slow memory for a while, and swap others."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Plan:
+        swapping = draw(plans(replace(problem, can_recompute=False)))
+        places: list[Place] = []
+        for storage, life in problem.trace.lives().items():
+            nbytes = problem.trace.storages[storage].nbytes
+            if not nbytes or not draw(st.booleans()):
+                continue
+            part = draw(st.none() | st.integers(1, nbytes))
+            first = draw(_places(storage, life, problem, earliest=life.begin_op))
+            found = [first]
+            if first.until_op + 1 < len(problem.trace.ops) and first.until_op + 1 < life.end_op and draw(st.booleans()):
+                second = draw(_places(storage, life, problem, earliest=first.until_op + 1))
+                if second.until_op - len(problem.trace.ops) < first.from_op or not life.forever:
+                    found.append(second)
+            places += [replace(place, nbytes=part) for place in found]
+        placed = {place.storage for place in places}
+        swaps = tuple(swap for swap in swapping.swaps if swap.gap.storage not in placed)
+        return replace(swapping, swaps=swaps, places=tuple(places))
+
+    return build()
+
+
+def _places(storage: int, life: Life, problem: Problem, *, earliest: int) -> SearchStrategy[Place]:
+    """Return a strategy for stays of a storage in slow memory, with and without barriers and prefetches."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Place:
+        count = len(problem.trace.ops)
+        tier = draw(st.sampled_from(problem.addressable()))
+        from_op = draw(st.just(earliest) | st.integers(earliest, min(life.end_op, count) - 1))
+        latest = from_op + count - 1 if life.forever else life.end_op
+        if latest <= from_op:  # a step of one operator
+            return Place(storage=storage, tier=tier, from_op=0, until_op=count)
+        until_op = draw(st.just(latest) | st.integers(from_op + 1, latest))
+        touches = (*life.touches, *(count + op for op in life.touches)) if life.forever else life.touches
+        inside = [op for op in touches if from_op <= op < until_op]
+        first, last = (inside[0], inside[-1]) if inside else (until_op, from_op)
+        fetch_op = draw(st.none() | st.integers(last + 1, until_op))
+        if fetch_op is not None and not life.forever and fetch_op >= count:  # nothing can be asked for it there
+            fetch_op = None
+        landed_op = draw(st.none() | st.integers(from_op, first))
+        return Place(
+            storage=storage, tier=tier, from_op=from_op, until_op=until_op, fetch_op=fetch_op, landed_op=landed_op
         )
 
     return build()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lowtide.core.machine import Link, Machine
+from lowtide.core.machine import Access, Link, Machine
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
 
@@ -378,6 +378,31 @@ def links() -> SearchStrategy[Link]:
         read_latency_s=latency,
         duplex=st.booleans(),
         idle_speedup=st.sampled_from((1.0, 2.5)),
+    )
+
+
+def slow_memory() -> SearchStrategy[Link]:
+    """Return a strategy for tiers that operators read in place, from hardly slower than compute to much slower."""
+    from hypothesis import strategies as st
+
+    rate = st.sampled_from((5e8, 2e9, 2e10))
+    access = st.builds(
+        Access,
+        read_bytes_per_s=rate,
+        write_bytes_per_s=rate,
+        mixed_share=st.sampled_from((1.0, 0.7)),
+        latency_s=st.sampled_from((0.0, 1e-5)),
+        own_channel=st.booleans(),
+    )
+    waited = st.none() | st.just(4e10)
+    return st.builds(
+        lambda link, access, write, read: replace(
+            link, access=access, waited_write_bytes_per_s=write, waited_read_bytes_per_s=read
+        ),
+        links(),
+        access,
+        waited,
+        waited,
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from lowtide.core.plan import Plan, Recompute, Swap
 from lowtide.core.trace import Gap, Kind, Phase, Reach, Storage, Trace
 from lowtide.plan.costs.writes import Writes
-from lowtide.plan.verify.pages import swaps_that_write
+from lowtide.plan.verify.pages import decisions_that_write
 from lowtide.testing.traces import Step, make_trace
 
 
@@ -26,7 +26,7 @@ def both(trace: Trace, swaps: list[Swap], recomputes: tuple[Recompute, ...] = ()
     """Return which swaps write; the planner's and the verifier's answer have to be one."""
     found = Writes(trace).of(swaps, recomputes)
     plan = Plan(policy="test", budget_bytes=1, swaps=tuple(swaps), recomputes=recomputes)
-    assert swaps_that_write(plan, trace) == {k for k, writes in enumerate(found) if writes}
+    assert decisions_that_write(plan, trace) == {k for k, writes in enumerate(found) if writes}
     return found
 
 

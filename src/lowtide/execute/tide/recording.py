@@ -15,7 +15,7 @@ from lowtide.capture.fake import LEAST_BYTES, capture_fake
 from lowtide.capture.flops import CountFlops, with_flops
 from lowtide.capture.training import Training
 from lowtide.core.machine import Machine
-from lowtide.core.trace import Trace
+from lowtide.core.trace import Reach, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.estimate.predict import retime
@@ -63,18 +63,20 @@ def capture_model(
     machine: Machine | None = None,
     steps: int = 2,
     dtype: str = "float32",
+    reach: Reach = Reach.SAVED,
     **sizes: Any,
 ) -> Trace:
     """Return the trace of a model of `lowtide.zoo`, by running it or, if `fake`, without executing it.
 
     With `machine`, operator times are those predicted for it; without, those measured here (executed) or predicted
-    for the preset "cpu" (fake). Either way the trace knows its floating-point operations.
+    for the preset "cpu" (fake). Either way the trace knows its floating-point operations. `reach`: what the executor of
+    a step that is not executed here could move; a step that is says so itself.
     """
 
     def training() -> Training:
         return zoo.build(name, batch=batch, dtype=dtype, **sizes).training()
 
-    faked = capture_fake(training, machine=machine)
+    faked = capture_fake(training, machine=machine, reach=reach if fake else Reach.SAVED)
     if fake:
         return replace(faked, model=name)
     if not faked.saves:

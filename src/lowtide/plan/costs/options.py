@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import CodecCost, Problem
+from lowtide.core.plan import CodecCost, Place, Problem
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
+from lowtide.plan.costs.operator_times import OperatorTimes
 
 
 class Choice(StrEnum):
@@ -21,6 +22,7 @@ class Choice(StrEnum):
     KEEP = "keep"
     SWAP = "swap"
     RECOMPUTE = "recompute"
+    PLACE = "place"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,9 @@ class Option:
     `link_bytes` travel each way, in `write_s` and `read_s` of the link to `tier`. A swap of bytes that the tier already
     holds does not write, and one that does not come back does not read: which they are is said by the other decisions
     and the trace, not here. `encode_s` and `decode_s` are the codec's, beside the operators; `compute_s` is added
-    to the step. `kept_bytes` stay in fast memory while the storage is away; `transient_bytes` are taken while it comes
-    back, beside its own. `error_bound` is 0 where every bit comes back.
+    to the step: by operators that run again, or that take longer with an operand in slow memory. `kept_bytes` stay in
+    fast memory while the storage is away; `transient_bytes` are taken while it comes back, beside its own.
+    `error_bound` is 0 where every bit comes back.
     """
 
     choice: Choice
@@ -64,6 +67,7 @@ class Options:
         self._problem = problem
         self._codecs = {codec.name: codec for codec in problem.codecs}
         self._swaps: dict[tuple[int, str, str], Option] = {}
+        self._times = OperatorTimes(problem)
 
     def of(self, gap: Gap, *, recipe: Sequence[int] | None = None) -> tuple[Option, ...]:
         """Return every row for a gap; `recipe`: the operators that would make its storage again, if any can."""
@@ -73,6 +77,7 @@ class Options:
             rows += [self.swap(nbytes, tier=tier, codec=codec) for codec in self._codecs]
         if recipe is not None and self._problem.can_recompute:
             rows.append(self.recompute(gap, recipe))
+        rows += [self.stay(gap, tier=tier) for tier in self._problem.addressable()]
         return tuple(rows)
 
     def keep(self, nbytes: int) -> Option:
@@ -85,6 +90,49 @@ class Options:
         if known is None:
             known = self._swaps[nbytes, tier, codec] = self._swap(nbytes, tier, self._codec(codec))
         return known
+
+    def stay(self, gap: Gap, *, tier: str) -> Option:
+        """Return the row of a storage that is in a tier all through a gap, and is touched there at its end."""
+        index = gap.before_op % len(self._problem.trace.ops)
+        there = {gap.storage: (tier, self._problem.trace.storages[gap.storage].nbytes)}
+        fast_s = self._problem.trace.ops[index].duration_s
+        return Option(choice=Choice.PLACE, tier=tier, compute_s=self._times.of(index, there) - fast_s)
+
+    def places(self, places: Sequence[Place]) -> list[Option]:
+        """Return the row of each place: what its migrations cost, out and back.
+
+        Pages travel whole. Of those that move as one run the first pays what the run costs but their own bytes: the
+        rest of the last page, and the latency.
+        """
+        runs: dict[tuple[object, ...], list[int]] = {}
+        for k, place in enumerate(places):
+            alike = (place.tier, place.from_op, place.until_op, place.asked_op, place.landed_op)
+            runs.setdefault((*alike, *(("alone", k) if place.run is None else ("run", place.run))), []).append(k)
+        rows: list[Option | None] = [None] * len(places)
+        for run in runs.values():
+            run.sort(key=lambda k: places[k].storage)
+            sizes = [self.placed_bytes(places[k]) for k in run]
+            page = link_to(self._problem.machine, places[run[0]].tier).page_bytes
+            padding = -sum(sizes) % page
+            for position, (k, nbytes) in enumerate(zip(run, sizes, strict=True)):
+                rows[k] = self._migration(places[k], nbytes + (0 if position else padding), with_latency=position == 0)
+        return [row for row in rows if row is not None]
+
+    def placed_bytes(self, place: Place) -> int:
+        """Return how many bytes of its storage a place is about."""
+        return self._problem.trace.storages[place.storage].nbytes if place.nbytes is None else place.nbytes
+
+    def _migration(self, place: Place, nbytes: int, *, with_latency: bool) -> Option:
+        link = link_to(self._problem.machine, place.tier)
+        return Option(
+            choice=Choice.PLACE,
+            tier=place.tier,
+            link_bytes=nbytes,
+            write_s=link.write_s(nbytes, waited=place.landed_op == place.from_op)
+            - (0.0 if with_latency else link.write_latency_s),
+            read_s=link.read_s(nbytes, waited=place.asked_op == place.until_op)
+            - (0.0 if with_latency else link.read_latency_s),
+        )
 
     def recompute(self, gap: Gap, ops: Sequence[int]) -> Option:
         """Return the row of a storage that operators make again."""

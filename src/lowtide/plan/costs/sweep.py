@@ -10,23 +10,28 @@ The model (docs/policies.md states it in full; `verify/` replays it on its own):
 - an operator waits for writes that it is a barrier for and operands that are still on their way out, then for writes
   that hold the memory it lacks, then, ahead of the queue, for its operands to come back;
 - operators that run again before it (rerun.py) make it longer, and higher where they need more memory than it does;
+- what lives in slow memory is absent from fast memory all that time; operators that touch it take longer
+  (operator_times.py), and the first of them waits for its migration;
 - where pages move, the step is one of many: the figures are those of the second of two. The first begins with what the
   plan keeps away over a step's end away, and its reads that were requested before requested at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import Prediction, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Reach, Trace
+from lowtide.core.plan import Place, Prediction, Problem, Recompute, Swap
+from lowtide.core.trace import Gap, Life, Reach, Trace
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.operator_times import OperatorTimes
 from lowtide.plan.costs.options import Option, Options, link_to
 from lowtide.plan.costs.rerun import Rerun, Reruns
+from lowtide.plan.costs.tier_bytes import tier_curves
 from lowtide.plan.costs.writes import Writes
 
 
@@ -99,6 +104,12 @@ class Sweep:
         self.sizes = [storage.nbytes for storage in trace.storages]
         self._ends_unused = ends_unused(trace)
         self._heirs = trace.heirs()
+        self.times = OperatorTimes(problem)
+
+    @cached_property
+    def lives(self) -> Mapping[int, Life]:
+        """The lives of all storages but heirs."""
+        return self.trace.lives()
 
     def returns(self, gap: Gap) -> bool:
         """Tell whether the storage is needed again at the end of the gap."""
@@ -146,14 +157,52 @@ class Sweep:
             self._reruns = Reruns(self.trace)
         return self._reruns.of(swaps, recomputes, due_op=[self.due_op(swap) for swap in swaps])
 
-    def run(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Outcome:
+    def run(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = (), places: Sequence[Place] = ()) -> Outcome:
         """Return what a step with these decisions is predicted to take."""
-        return _Run(self, swaps, recomputes).outcome()
+        return _Run(self, swaps, recomputes, places).outcome()
+
+    def moves_back(self, place: Place) -> bool:
+        """Tell whether a storage that lives in a tier migrates back at the end: not if its life ends there."""
+        life = self.lives[place.storage]
+        return place.until_op < (2 * self.count if life.forever else life.end_op) and not self.for_good(place)
+
+    def for_good(self, place: Place) -> bool:
+        """Tell whether a storage that is there in every step lives in the tier in all of them."""
+        whole = place.from_op <= 0 and place.until_op >= self.count
+        return whole and self.lives[place.storage].forever
+
+    def first_touch(self, place: Place) -> int | None:
+        """Return the first operator that touches a storage in place, by the place's own count."""
+        life = self.lives[place.storage]
+        touches = (*life.touches, *(self.count + op for op in life.touches)) if life.forever else life.touches
+        return next((op for op in touches if place.from_op <= op < place.until_op), None)
+
+    def room_in_tiers(self, swaps: Sequence[Swap], places: Sequence[Place]) -> dict[str, int]:
+        """Return the bytes left at worst in each tier in use whose capacity is known; negative: it does not hold."""
+        curves = tier_curves(self.trace, swaps, places, written=self.writes.of(swaps, (), places))
+        return {
+            tier: capacity - max(curve.values(), default=0)
+            for tier, curve in curves.items()
+            if (capacity := link_to(self.machine, tier).capacity_bytes) is not None
+        }
 
 
-def predict(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Prediction:
+def predict(
+    problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = (), places: Sequence[Place] = ()
+) -> Prediction:
     """Return what a step of `problem` with these decisions is predicted to take."""
-    return Sweep(problem).run(swaps, recomputes).prediction
+    return Sweep(problem).run(swaps, recomputes, places).prediction
+
+
+def _as_swap(place: Place, facts: Sweep, *, migrates: bool) -> Swap:
+    """Return a place as the absence from fast memory that it is, with the barrier that its first touch is."""
+    barriers = [place.landed_op, facts.first_touch(place)] if migrates else []
+    return Swap(
+        gap=place.gap,
+        fetch_op=place.asked_op,
+        tier=place.tier,
+        landed_op=min((op for op in barriers if op is not None), default=None),
+    )
 
 
 def planned_bytes(problem: Problem, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> Curve:
@@ -208,21 +257,30 @@ class _Run:
     begins when it leaves: what was known of the one before is forgotten then.
     """
 
-    def __init__(self, facts: Sweep, swaps: Sequence[Swap], recomputes: Sequence[Recompute]) -> None:
+    def __init__(
+        self, facts: Sweep, swaps: Sequence[Swap], recomputes: Sequence[Recompute], places: Sequence[Place] = ()
+    ) -> None:
         self.facts = facts
         self.count = facts.count
         self.budget = facts.budget_bytes
-        self.size = [facts.sizes[swap.gap.storage] for swap in swaps]
+        self.written = facts.writes.of(swaps, recomputes, places)
+        self.duration_s = facts.times.all(places) if places else facts.duration_s
+        due_op = [facts.due_op(swap) for swap in swaps] + [place.until_op for place in places]
+        self.size = [facts.sizes[swap.gap.storage] for swap in swaps] + list(map(facts.options.placed_bytes, places))
+        self.comes_back = [facts.returns(swap.gap) for swap in swaps] + list(map(facts.moves_back, places))
+        self.away_for_good = [
+            not back and facts.stays_away(swap.gap) for swap, back in zip(swaps, self.comes_back, strict=False)
+        ] + list(map(facts.for_good, places))
+        self.option: list[Option] = [
+            facts.options.swap(facts.sizes[swap.gap.storage], tier=swap.tier, codec=swap.codec) for swap in swaps
+        ] + facts.options.places(places)
+        reruns = facts.reruns(swaps, recomputes)
+        migrate = self.written[len(swaps) :]
+        swaps = [*swaps, *(_as_swap(one, facts, migrates=own) for one, own in zip(places, migrate, strict=True))]
         # A gap that begins with the next step is one that begins with this.
         shift = [self.count if swap.gap.after_op >= self.count else 0 for swap in swaps]
         self.begin_op = [swap.gap.after_op - back for swap, back in zip(swaps, shift, strict=True)]
-        self.due_op = [facts.due_op(swap) - back for swap, back in zip(swaps, shift, strict=True)]
-        self.comes_back = [facts.returns(swap.gap) for swap in swaps]
-        self.written = facts.writes.of(swaps, recomputes)
-        self.away_for_good = [
-            not back and facts.stays_away(swap.gap) for swap, back in zip(swaps, self.comes_back, strict=True)
-        ]
-        reruns = facts.reruns(swaps, recomputes)
+        self.due_op = [due - back for due, back in zip(due_op, shift, strict=True)]
         self.rerun_s = {one.before_op: one.duration_s for one in reruns}
         self.least = self._least_bytes(recomputes, reruns)
         self._open_lanes(swaps)
@@ -250,10 +308,6 @@ class _Run:
         lanes = {tier: _Lane(duplex=link_to(facts.machine, tier).duplex) for tier in tiers}
         self.lanes = list(lanes.values())
         self.lane = [lanes[swap.tier] for swap in swaps]
-        self.option: list[Option] = [
-            facts.options.swap(nbytes, tier=swap.tier, codec=swap.codec)
-            for swap, nbytes in zip(swaps, self.size, strict=True)
-        ]
         plain = all(swap.codec == "identity" for swap in swaps)
         # Several links, or a codec, would not go faster all alike while the program waits.
         self.waited_link = facts.link if plain and set(tiers) <= {facts.tier} else None
@@ -352,7 +406,7 @@ class _Run:
         late: list[tuple[int, float]] = []
         over: list[int] = []
         begin_s: list[float] = []
-        for i, duration in enumerate(self.facts.duration_s):
+        for i, duration in enumerate(self.duration_s):
             self._advance(clock)
             begin_s.append(clock - start_s)
             self._reach(begin_op + i, i, clock)
@@ -398,6 +452,7 @@ class _Run:
                 moved_out_bytes=self.moved_out,
                 moved_in_bytes=self.moved_in,
                 recompute_s=sum(self.rerun_s.values(), start=0.0),
+                slow_s=sum(self.duration_s) - sum(self.facts.duration_s),
             ),
             short=tuple(short),
             late=tuple(late),

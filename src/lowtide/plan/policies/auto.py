@@ -3,7 +3,8 @@
 The search (plan/auto/search.py) tries swaps by several ranks and targets until nothing is left to gain. If stalls
 remain and operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the
 classic policies compete as well, the best plans are polished, and the winner is improved gap by gap
-(plan/auto/exchange.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that moves least wins.
+(plan/auto/exchange.py). Where operators can read slow memory in place, the best plan of places competes
+(plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that moves least wins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.auto.exchange import exchange
+from lowtide.plan.auto.placed import Placed, best_placed, may_be_faster
 from lowtide.plan.auto.search import HEADROOM, NEGLIGIBLE, Search
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.belady import furthest_next_use
@@ -47,6 +49,10 @@ class Auto:
             return self._plan(problem, (), facts.run(()).prediction, note="everything fits: nothing is moved")
         floor_bytes = problem.trace.floor_bytes()
         if problem.budget_bytes < floor_bytes:
+            # What operators read in place need not fit.
+            placed = best_placed(problem, facts, negligible=NEGLIGIBLE)
+            if placed is not None:
+                return self._placed(problem, placed)
             swaps = tuple(Swap(gap=gap, fetch_op=gap.before_op, tier=problem.tier) for gap in problem.trace.gaps())
             note = (
                 f"best effort: the budget of {format_bytes(problem.budget_bytes)} is below the floor of "
@@ -69,6 +75,10 @@ class Auto:
             exchange(search)
         best = search.winner()
         prediction = best.prediction
+        if may_be_faster(problem) or prediction.step_s > (1 + NEGLIGIBLE) * problem.trace.duration_s:
+            placed = best_placed(problem, facts, negligible=NEGLIGIBLE)
+            if placed is not None and placed.prediction.step_s < prediction.step_s:
+                return self._placed(problem, placed)
         note = (
             f"swaps {len(best.swaps)} of {len(search.found)} gaps, {format_bytes(prediction.moved_out_bytes)}; "
             f"predicted stall {format_seconds(prediction.stall_s)}"
@@ -76,6 +86,21 @@ class Auto:
         if best.recomputes:
             note += f"; makes {len(best.recomputes)} again in {format_seconds(prediction.recompute_s)}"
         return self._plan(problem, best.swaps, prediction, note=note, recomputes=best.recomputes)
+
+    def _placed(self, problem: Problem, placed: Placed) -> Plan:
+        """Return the plan of storages that live in slow memory."""
+        prediction = placed.prediction
+        note = (
+            f"{len(placed.places)} stays in slow memory, found by {placed.origin}; operators take "
+            f"{format_seconds(prediction.slow_s)} longer, predicted stall {format_seconds(prediction.stall_s)}"
+        )
+        return Plan(
+            policy=self.name,
+            budget_bytes=problem.budget_bytes,
+            places=placed.places,
+            prediction=prediction,
+            notes=(note,),
+        )
 
     def _plan(
         self,

@@ -6,13 +6,16 @@ V1  every decision names a storage, tier and codec the problem has, and lies ins
 V2  a read is requested after the swap began and no later than it is due, and barriers lie inside the gap;
 V3  two decisions about one storage neither overlap nor touch;
 V4  at no instant are more bytes alive than the budget, with transfers in flight and recomputation counted;
-V5  every operand of an operator, and everything autograd unpacks before it, is in memory when it begins;
+V5  every operand of an operator, and everything autograd unpacks before it, is in memory when it begins, or in slow
+    memory where the plan has it touched in place: it is reachable, not always fast;
 V6  bytes are conserved: what leaves comes back once, and nothing is read before its write has landed;
-V7  operators that run again can: the executor knows how, they are deterministic, and they find their operands.
+V7  operators that run again can: the executor knows how, they are deterministic, and they find their operands;
+V8  no tier holds more than its capacity.
 
-V1 to V3 are in shape.py, V7 in recipes.py, V4 to V6 in clock.py. The replay is that of docs/policies.md. Where pages
-move, it is that of a step which follows another of its kind, and pages.py tells which of them are dirty. What whoever
-executes the plan can do is stated by the problem: `tiers`, `codecs`, `can_recompute`.
+V1 to V3 are in shape.py and places.py, V7 in recipes.py, V4 to V6 in clock.py, V8 in places.py. The replay is that of
+docs/policies.md. Where pages move, it is that of a step which follows another of its kind, and pages.py tells which of
+them are dirty. What whoever executes the plan can do is stated by the problem: `tiers`, `codecs`, `can_recompute`,
+`can_place`.
 
 Where an operator's memory is still held by writes it waits, and a prefetch that finds no room is put off: so V4 fails
 only if the operator would not fit after all of that.

@@ -7,7 +7,7 @@ Where pages move, it replays two steps and reports the second. Operators are cou
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.plan import Place, Plan, Problem, Swap
 from lowtide.core.trace import Gap, Reach, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import PlanError
+from lowtide.plan.costs.operator_times import OperatorTimes
 from lowtide.plan.costs.options import Option, Options, link_to
-from lowtide.plan.verify.pages import swaps_that_write
+from lowtide.plan.verify.pages import decisions_that_write
+from lowtide.plan.verify.places import Homes, check_capacities
 from lowtide.plan.verify.recipes import Burden
 from lowtide.plan.verify.shape import label
 from lowtide.plan.verify.spans import Spans
@@ -37,6 +39,8 @@ class Replay:
     moved_out_bytes: int
     moved_in_bytes: int
     recompute_s: float = 0.0
+    slow_s: float = 0.0
+    tier_peak_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 def run(plan: Plan, problem: Problem, burdens: dict[int, Burden]) -> Replay:
@@ -58,10 +62,10 @@ class _Trip:
     """One swap on its way out and back, once. `returns` is false where nobody asks for the storage again.
 
     `leave_op`, `fetch_op`, `due_op` and `landed_op` are counted from the first step's beginning; `writes` is false
-    where the tier holds the bytes already.
+    where the tier holds the bytes already. `swap` is a place where operators touch it while it is away.
     """
 
-    swap: Swap
+    swap: Swap | Place
     nbytes: int
     option: Option
     leave_op: int
@@ -128,19 +132,28 @@ class _Replay:
         self.count = len(self.trace.ops)
         self.steps = 2 if self.trace.reach is Reach.TOUCHED and self.count else 1
         spans = Spans(plan, self.trace)
-        self.lanes = {
-            tier: _Lanes(link_to(problem.machine, tier)) for tier in sorted({swap.tier for swap in plan.swaps})
-        }
-        self.trips = _trips(plan, problem, spans, steps=self.steps)
+        self.homes = Homes(plan, self.trace)
+        tiers = {swap.tier for swap in plan.swaps} | {place.tier for place in plan.places}
+        self.lanes = {tier: _Lanes(link_to(problem.machine, tier)) for tier in sorted(tiers)}
+        writing = decisions_that_write(plan, self.trace)
+        self.tier_peak_bytes = check_capacities(plan, problem, writing)
+        self.trips = _trips(plan, problem, spans, writing, steps=self.steps)
+        self.trips += _placed_trips(plan, problem, self.homes, writing, steps=self.steps)
+        times = OperatorTimes(problem)
+        self.duration_s = [
+            times.of(index, self.homes.operands(index)) if plan.places else op.duration_s
+            for index, op in enumerate(self.trace.ops)
+        ]
         self.agendas = _agendas(plan, self.trips, self.trace, steps=self.steps)
         self.parent = {heir: storage for storage, heir in self.trace.heirs().items()}
         self.for_good = {swap.gap.storage for swap in plan.swaps if spans.for_good(swap.gap)}
-        only = {swap.tier for swap in plan.swaps} <= {problem.tier}
+        only = tiers <= {problem.tier}
         plain = only and all(swap.codec == "identity" for swap in plan.swaps)
         # Without swaps no link is ever used, so a machine without the tier will do.
         self.waited = problem.machine.links.get(problem.tier) if plain else None
         # What each operator and the recomputation before it would hold with nothing absent, step after step.
         never = sum(self.trace.storages[storage].nbytes for storage in self.for_good)
+        never += sum(self.homes.nbytes(place) for place in plan.places if self.homes.for_good(place))
         self.high = [
             (max(op.peak_bytes, burdens[index].peak_bytes) if index in burdens else op.peak_bytes) - never
             for index, op in enumerate(self.trace.ops)
@@ -197,7 +210,7 @@ class _Replay:
             self._step(step * self.count)
         recompute_s = sum((burden.duration_s for burden in self.burdens.values()), start=0.0)
         took_s = self.clock_s - begun_s
-        beside_s = max(0.0, took_s - sum(op.duration_s for op in self.trace.ops) - recompute_s)
+        beside_s = max(0.0, took_s - sum(self.duration_s) - recompute_s)
         stall_s = beside_s if self.waited is None else self.waited.wait_s(beside_s)
         return Replay(
             peak_bytes=self.peak_bytes,
@@ -206,6 +219,8 @@ class _Replay:
             moved_out_bytes=self.out_bytes,
             moved_in_bytes=self.in_bytes,
             recompute_s=recompute_s,
+            slow_s=sum(self.duration_s) - sum(op.duration_s for op in self.trace.ops),
+            tier_peak_bytes=self.tier_peak_bytes,
         )
 
     def _begin_among_others(self) -> None:
@@ -235,10 +250,12 @@ class _Replay:
             for trip in agenda.due:
                 self._check_whole(trip)
                 trip.where = _Where.HERE
-                del self.gone[trip.swap.gap.storage]
+                # One that dies in slow memory with the step may be born there again with the next.
+                if self.gone[trip.swap.gap.storage] is trip:
+                    del self.gone[trip.swap.gap.storage]
             self._check_operands((*op.reads, *op.writes, *agenda.unpacked))
             self._count(self.high[self.op] - self.away_bytes)
-            self.clock_s += op.duration_s
+            self.clock_s += self.duration_s[index]
             if index in self.burdens:
                 self.clock_s += self.burdens[index].duration_s
         if self.steps > 1:
@@ -253,8 +270,11 @@ class _Replay:
             )
 
     def _check_operands(self, storages: tuple[int, ...]) -> None:
-        """Check V5 for the operator that begins."""
-        for storage in (self.parent.get(operand, operand) for operand in storages):
+        """Check V5 for the operator that begins: what it needs is in fast memory, or where it can reach it."""
+        for operand in storages:
+            storage = self.parent.get(operand, operand)
+            if self._is_reachable(operand, storage):
+                continue
             if storage in self.gone or storage in self.discarded or storage in self.for_good:
                 state = self.gone[storage].where.value if storage in self.gone else "it was discarded"
                 index = self.op % self.count
@@ -262,6 +282,14 @@ class _Replay:
                     f"V5: operator {index} '{self.trace.ops[index].name}' needs storage {storage}, "
                     f"which is not in memory ({state})"
                 )
+
+    def _is_reachable(self, operand: int, storage: int) -> bool:
+        """Tell whether an operand is in slow memory, all of it, and touched there."""
+        home = self.homes.at(operand, self.op % self.count)
+        if home is None:
+            return False
+        trip = self.gone.get(storage)
+        return self.homes.for_good(home) or (trip is not None and trip.swap == home and trip.where is _Where.AWAY)
 
     def _count(self, live_bytes: int) -> None:
         """Check V4 for the running operator."""
@@ -418,11 +446,38 @@ class _Replay:
         return trip.back_s
 
 
-def _trips(plan: Plan, problem: Problem, spans: Spans, *, steps: int) -> list[_Trip]:
-    """Return every absence that some of these steps sees, each step's in the order of their gaps."""
+def _placed_trips(plan: Plan, problem: Problem, homes: Homes, writing: frozenset[int], *, steps: int) -> list[_Trip]:
+    """Return every stay in slow memory that some of these steps sees, but those for good."""
+    count, rows = len(problem.trace.ops), Options(problem).places(plan.places)
+    trips = []
+    for step in range(-1, steps):
+        base = step * count
+        for position, (place, row) in enumerate(zip(plan.places, rows, strict=True), start=len(plan.swaps)):
+            leave_op, due_op = base + place.from_op, base + place.until_op
+            if homes.for_good(place) or not (leave_op >= 0 or due_op >= 0 > leave_op):
+                continue
+            touched = homes.touched_in(place)
+            waits = [op for op in (place.landed_op, *touched[:1]) if op is not None]
+            trips.append(
+                _Trip(
+                    swap=place,
+                    nbytes=homes.nbytes(place),
+                    option=row,
+                    leave_op=leave_op,
+                    fetch_op=base + place.asked_op,
+                    due_op=due_op,
+                    landed_op=base + min(waits) if waits and position in writing else None,
+                    returns=not homes.dies_there(place),
+                    writes=position in writing,
+                )
+            )
+    return trips
+
+
+def _trips(plan: Plan, problem: Problem, spans: Spans, writing: frozenset[int], *, steps: int) -> list[_Trip]:
+    """Return every absence by a swap that some of these steps sees, each step's in the order of their gaps."""
     trace, count = problem.trace, len(problem.trace.ops)
     options = Options(problem)
-    writing = swaps_that_write(plan, trace)
     in_order = sorted(enumerate(plan.swaps), key=lambda one: one[1].gap)
     trips = []
     # A gap may begin with the step after its own, and one that begins in the step before may end in the first.

@@ -15,6 +15,7 @@ from lowtide.core.operators import draws_random, leaves_unset
 from lowtide.core.plan import Plan, Problem, Recompute
 from lowtide.core.trace import Reach, Trace
 from lowtide.errors import PlanError
+from lowtide.plan.verify.places import Homes
 from lowtide.plan.verify.shape import label
 from lowtide.plan.verify.spans import Spans
 
@@ -48,6 +49,7 @@ class _Kitchen:
     def __init__(self, plan: Plan, trace: Trace) -> None:
         self.trace = trace
         self.spans = Spans(plan, trace)
+        self.homes = Homes(plan, trace)
         self.guests: dict[int, list[Recompute]] = {}
         # What each list of operators makes: those that run together often share one.
         self.lists: dict[tuple[tuple[int, ...], int], set[int]] = {}
@@ -145,6 +147,8 @@ class _Kitchen:
             if self.trace.storages[storage].first_op != index and storage not in table:
                 raise PlanError(f"{where} writes storage {storage}, which existed before it")
         for storage in op.reads:
+            if self.homes.at(storage, served_op) is not None:
+                raise PlanError(f"{where} reads storage {storage} in slow memory, and nobody knows how long that takes")
             if storage in table:
                 continue  # the copy that is being made is what it reads, and `_check_version` looks after that one
             if storage not in missing and self._in_memory(storage, served_op):

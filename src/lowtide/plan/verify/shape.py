@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Reach, Trace
 from lowtide.errors import PlanError
+from lowtide.plan.verify.places import Days, check_place, check_runs
 from lowtide.plan.verify.spans import Spans
 
+_Decision = Swap | Recompute | Place
 
-def label(decision: Swap | Recompute) -> str:
+
+def label(decision: _Decision) -> str:
     """Return how messages name a decision."""
-    what = "swap" if isinstance(decision, Swap) else "recomputation"
+    what = {Swap: "swap", Recompute: "recomputation", Place: "place"}[type(decision)]
     gap = decision.gap
     return f"the {what} of storage {gap.storage} in operators {gap.after_op} to {gap.before_op}"
 
@@ -23,14 +26,19 @@ def check_shape(plan: Plan, problem: Problem) -> None:
     eligible: dict[int, list[Gap]] = {}
     for gap in trace.gaps():
         eligible.setdefault(gap.storage, []).append(gap)
-    by_storage: dict[int, list[Swap | Recompute]] = {}
-    decisions: tuple[Swap | Recompute, ...] = (*plan.swaps, *plan.recomputes)
+    by_storage: dict[int, list[_Decision]] = {}
+    decisions: tuple[_Decision, ...] = (*plan.swaps, *plan.recomputes, *plan.places)
+    days = Days(trace)
     for decision in decisions:
-        _check_span(decision, trace, eligible)
+        if isinstance(decision, Place):
+            check_place(decision, problem, days)
+        else:
+            _check_span(decision, trace, eligible)
         if isinstance(decision, Swap):
             _check_place(decision, problem)
             _check_moments(decision)
         by_storage.setdefault(decision.gap.storage, []).append(decision)
+    check_runs(plan)
     spans = Spans(plan, trace)
     _check_named(plan, trace, spans)
     for of_one in by_storage.values():
@@ -38,6 +46,8 @@ def check_shape(plan: Plan, problem: Problem) -> None:
         for first, second in pairwise(of_one):
             if second.gap.after_op <= first.gap.before_op:
                 raise PlanError(f"V3: {label(first)} and {label(second)} overlap")
+        if isinstance(of_one[0], Place) or isinstance(of_one[-1], Place):
+            _check_next_step(of_one, trace)
         if trace.reach is Reach.TOUCHED and len(of_one) > 1:
             _check_around(of_one, spans)
 
@@ -66,13 +76,24 @@ def _check_named(plan: Plan, trace: Trace, spans: Spans) -> None:
             )
 
 
-def _check_around(of_one: list[Swap | Recompute], spans: Spans) -> None:
+def _check_next_step(of_one: list[_Decision], trace: Trace) -> None:
+    """Check V3 for what reaches into the next step, where the same decisions are taken again."""
+    block, count = trace.storages[of_one[0].gap.storage], len(trace.ops)
+    if not (block.first_op < 0 and block.last_op >= count):
+        return
+    first, last = of_one[0].gap, of_one[-1].gap
+    whole = len(of_one) == 1 and (first.after_op, first.before_op) == (0, count)
+    if not whole and last.before_op - count >= first.after_op:
+        raise PlanError(f"V3: {label(of_one[-1])} and {label(of_one[0])} of the next step overlap")
+
+
+def _check_around(of_one: list[_Decision], spans: Spans) -> None:
     """Check V3 across the end of the step: a touch parts the gaps of one step from those of the next, if there is one.
 
     A storage that nobody touches is away from one step to the next, so that no other decision about it has a place.
     """
     for one in of_one:
-        if spans.for_good(one.gap):
+        if not isinstance(one, Place) and spans.for_good(one.gap):
             other = next(each for each in of_one if each is not one)
             raise PlanError(f"V3: {label(one)}, which nobody needs, keeps it away for good; {label(other)} is another")
 
