@@ -162,7 +162,8 @@ def test_where_no_round_of_the_agent_fits_the_weights_adapt_without_it(monkeypat
     monkeypatch.setattr(DeepTm, "agent", lambda self: Stubborn())
     DeepTm().plan(problem_of(0.4))
     assert len(played) == ROUNDS
-    # What an operator needs beside its operands cannot be placed: the rounds without an agent have been played as well, and the plan says what is missing.
+    # What an operator needs beside its operands cannot be placed. So the rounds without an agent have been played as
+    # well, and the plan says how much is missing.
     rounds: list[int] = []
     plain = Game.step
     monkeypatch.setattr(Game, "step", lambda self, action: (rounds.append(1), plain(self, action))[1])
