@@ -62,8 +62,8 @@ def test_relu_outputs_are_written_without_their_zeros_and_training_is_the_same(
     assert result == stock
     assert stats["swapped_out_bytes"] >= STEPS * LAYER_BYTES
     # Half of a ReLU's results are zeros at the start, and a bit a value is added.
-    assert stats["disk_written_bytes"] < 0.75 * stats["swapped_out_bytes"]
-    assert stats["disk_read_bytes"] < 0.75 * stats["swapped_in_bytes"]
+    assert stats["disk_written_bytes"] < 0.85 * stats["swapped_out_bytes"], "and parameters have no zeros"
+    assert stats["disk_read_bytes"] < 0.85 * stats["swapped_in_bytes"]
 
 
 def test_without_a_codec_nothing_is_encoded(tmp_path: Path, needed: Need, stock: dict[str, object]) -> None:

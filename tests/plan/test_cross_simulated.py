@@ -155,7 +155,9 @@ def test_nothing_moves_and_nothing_runs_again_where_everything_fits(name: str) -
         if not outside("moves nothing where everything fits", name):
             assert planned.step_s == pytest.approx(trace.duration_s, rel=1e-9)
     assert (moved_bytes > 0) == outside("moves nothing where everything fits", name)
-    assert registry.policy(name).about.adapts != outside("moves nothing where everything fits", name)
+    about = registry.policy(name).about
+    if about.family is not Family.PLACEMENT:  # this machine has no slow memory to place in
+        assert about.adapts != outside("moves nothing where everything fits", name)
 
 
 @pytest.mark.parametrize("name", NAMES)
