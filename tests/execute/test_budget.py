@@ -252,11 +252,12 @@ def test_repeated_steps_map_no_fresh_memory_under_pressure(tmp_path: Path) -> No
     with lowtide.fit(training.model, training.optimizer, budget=needed.share(0.5), spill=tmp_path) as tide:
         training.steps(6, tide.step)
         # Which block is trimmed depends on when transfers land, so on what else the machine does: the calmest counts.
-        while len(grown) < 12 and min(grown, default=needed.peak_bytes) > needed.peak_bytes // 4:
+        while len(grown) < 12 and min(grown, default=2 * needed.peak_bytes) > needed.peak_bytes // 2:
             before = load().counters().fresh_bytes
             training.steps(6, tide.step)
             grown.append(load().counters().fresh_bytes - before)
-    assert min(grown) <= needed.peak_bytes // 4, "of six steps: pages of small parameters are not worth moving"
+    # Of six steps, which take six times the peak; pages of small parameters are not worth moving, and are mapped anew.
+    assert min(grown) <= needed.peak_bytes // 2
 
 
 def test_the_peak_of_the_last_step_is_told_beside_that_of_all(tmp_path: Path) -> None:
