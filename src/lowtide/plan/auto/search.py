@@ -39,7 +39,7 @@ HEADROOM = 0.02
 # Times that differ by less than this share are the same to us: then fewer bytes moved is better.
 NEGLIGIBLE = 1e-3
 # The same where state moves in every step: transfers take time of the cores that compute, which no prediction has, and
-# wear the disk. Measured on two cores: 0.14 s for each GB of a step of 14 s that moved 11 GB.
+# wear the disk. On two cores a step of 14 s that moved 11 GB took some 0.14 s for each GB beyond its waits.
 NEGLIGIBLE_FOR_TRAFFIC = 15e-3
 ROUNDS = 4
 EVALUATIONS = 24
