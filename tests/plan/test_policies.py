@@ -12,7 +12,6 @@ from lowtide import registry
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Kind, Phase, Save, Storage, Trace
-from lowtide.plan.auto.search import NEGLIGIBLE_FOR_TRAFFIC
 from lowtide.plan.policies.auto import HEADROOM, NEGLIGIBLE, Auto
 from lowtide.plan.policies.belady import Belady
 from lowtide.plan.policies.keep_all import KeepAll
@@ -108,7 +107,7 @@ def test_auto_is_never_slower_than_the_classics_where_pages_move(problem: Proble
     for classic in (SwapAll(), Belady()):
         plan = classic.plan(problem)
         assert replay(plan, problem).peak_bytes <= problem.budget_bytes
-        assert auto <= step_s(plan) * (1 + NEGLIGIBLE_FOR_TRAFFIC)
+        assert auto <= step_s(plan) * (1 + NEGLIGIBLE)
 
 
 @given(problem=problems(), spare=st.integers(0, MIB))

@@ -12,7 +12,6 @@ from lowtide.core.plan import Problem
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Kind, Reach, Storage
 from lowtide.core.trace import Phase as Training
-from lowtide.plan.auto.search import NEGLIGIBLE_FOR_TRAFFIC
 from lowtide.simulate import simulate
 from lowtide.testing.policies import FAST
 from lowtide.testing.traces import Step, machine_of, make_trace, problems, touched_traces, training_trace
@@ -34,7 +33,7 @@ def test_the_timeline_is_that_of_a_step_among_others() -> None:
     trace = training_trace(3, nbytes=1 << 20, activation_bytes=1 << 10, duration_s=1e-2, update_s=1e-2)
     problem = Problem(trace=trace, machine=machine_of(FAST), budget_bytes=trace.peak_bytes - (1 << 20))
     timeline = simulate(problem, registry.policy("auto").plan(problem), strict=True)
-    assert trace.duration_s <= timeline.step_s <= trace.duration_s * (1 + NEGLIGIBLE_FOR_TRAFFIC)
+    assert timeline.step_s == pytest.approx(trace.duration_s, rel=1e-3)
     assert min(span.start_s for span in timeline.spans if span.lane is Lane.COMPUTE) >= 0
     assert max(span.end_s for span in timeline.spans if span.lane is Lane.COMPUTE) <= timeline.step_s * (1 + 1e-9)
     assert timeline.moved_out_bytes == timeline.moved_in_bytes > 0

@@ -38,9 +38,6 @@ from lowtide.plan.costs.sweep import Outcome, Sweep
 HEADROOM = 0.02
 # Times that differ by less than this share are the same to us: then fewer bytes moved is better.
 NEGLIGIBLE = 1e-3
-# The same where state moves in every step: transfers take time of the cores that compute, which no prediction has, and
-# wear the disk. On two cores a step of 14 s that moved 11 GB took some 0.14 s for each GB beyond its waits.
-NEGLIGIBLE_FOR_TRAFFIC = 15e-3
 ROUNDS = 4
 EVALUATIONS = 24
 DISCARD_EVALUATIONS = 48
@@ -266,8 +263,7 @@ class Search:
         """Return the attempt that moves least among the fastest."""
         fits = [one for one in self.tried if one.prediction.peak_bytes <= self.problem.budget_bytes] or self.tried
         fastest_s = min(self._watched_s(one) for one in fits)
-        negligible = NEGLIGIBLE_FOR_TRAFFIC if self.facts.periodic else NEGLIGIBLE
-        close = [one for one in fits if self._watched_s(one) <= fastest_s * (1 + negligible)]
+        close = [one for one in fits if self._watched_s(one) <= fastest_s * (1 + NEGLIGIBLE)]
         return min(close, key=lambda one: (self._moved_bytes(one.prediction), one.prediction.step_s))
 
     def _moved_bytes(self, prediction: Prediction) -> int:
