@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,32 +44,31 @@ def serve(
         yield tide
 
 
-@contextmanager
-def _steps_of(tide: Tide, model: torch.nn.Module) -> Iterator[None]:
-    calls = Calls(tide)
-
-    def begin(_module: torch.nn.Module, _args: object) -> None:
-        calls.begin()
-
-    def end(_module: torch.nn.Module, _args: object, _result: object) -> None:
-        calls.end()
-
+def _steps_of(tide: Tide, model: torch.nn.Module) -> AbstractContextManager[None]:
     # Hooks of the model's own call: of all ways in which a program may call it, they see each.
-    handles = [
-        model.register_forward_pre_hook(begin, prepend=True),
-        model.register_forward_hook(end, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        calls.abandon()
+    return _hooked(
+        tide,
+        lambda begin, end: [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        ],
+    )
+
+
+def serving(tide: Tide) -> AbstractContextManager[None]:
+    """Make every outermost call of any module a step: for programs that only infer, and whose model nobody names."""
+    module = torch.nn.modules.module
+    return _hooked(
+        tide,
+        lambda begin, end: [
+            module.register_module_forward_pre_hook(begin),
+            module.register_module_forward_hook(end, always_call=True),
+        ],
+    )
 
 
 @contextmanager
-def serving(tide: Tide) -> Iterator[None]:
-    """Make every outermost call of any module a step: for programs that only infer, and whose model nobody names."""
+def _hooked(tide: Tide, register: Callable[[Callable[..., None], Callable[..., None]], list[Any]]) -> Iterator[None]:
     calls = Calls(tide)
 
     def begin(_module: torch.nn.Module, _args: object) -> None:
@@ -78,10 +77,7 @@ def serving(tide: Tide) -> Iterator[None]:
     def end(_module: torch.nn.Module, _args: object, _result: object) -> None:
         calls.end()
 
-    handles: list[Any] = [
-        torch.nn.modules.module.register_module_forward_pre_hook(begin),
-        torch.nn.modules.module.register_module_forward_hook(end, always_call=True),
-    ]
+    handles = register(begin, end)
     try:
         yield
     finally:
