@@ -11,7 +11,8 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
 quick() {
-    "$python" -m pytest -q -m 'not slow' "$@"
+    # The profile draws the same examples every time: a change is judged by itself. `make test-full` draws new ones.
+    "$python" -m pytest -q -m 'not slow' --hypothesis-profile=ci "$@"
 }
 
 {

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Life, Reach
+from lowtide.core.trace import Gap, Life
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.views.lineage import Lineage, alive_when
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
         swaps: list[Swap] = []
         discarded: list[Gap] = []
         heirs = problem.trace.heirs()
+        facts = Sweep(problem)
         for whole in problem.trace.gaps():
             choice = draw(st.sampled_from(("keep", "swap", "discard") if problem.can_recompute else ("keep", "swap")))
             outlives = whole.storage in heirs and whole.before_op > len(problem.trace.ops)
@@ -34,7 +36,7 @@ def plans(problem: Problem) -> SearchStrategy[Plan]:
                 if outlives and swap.fetch_op >= len(problem.trace.ops):  # nothing can be asked for it there
                     swap = replace(swap, fetch_op=gap.before_op, arrived_op=None)
                 swaps.append(swap)
-            elif choice == "discard" and (problem.trace.reach is Reach.SAVED or gap.before_op < len(problem.trace.ops)):
+            elif choice == "discard" and facts.may_discard(gap):
                 discarded.append(gap)
         # What turns out not to be recomputable stays: more is in memory then, so the other recipes still hold.
         recomputes = recompute_gaps(problem, swaps=swaps, discarded=discarded)

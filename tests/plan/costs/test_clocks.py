@@ -32,10 +32,6 @@ def planned(draw: st.DrawFn) -> tuple[Problem, Plan]:
     if draw(st.booleans()):
         problem = replace(problem, codecs=(IDENTITY, HALF))
     plan = draw(plans(problem))
-    facts = Sweep(problem)
-    # What is not needed again is not made again.
-    recomputes = tuple(one if facts.returns(one.gap) else replace(one, ops=()) for one in plan.recomputes)
-    plan = replace(plan, recomputes=recomputes)
     return _with_enough(problem, plan), plan
 
 
