@@ -6,13 +6,13 @@
 namespace lowtide {
 namespace {
 
-void pause_for_fork() {
+void pause_mover() {
   mover().pause_for_fork();
 }
-void resume_after_fork() {
+void resume_mover() {
   mover().resume_after_fork();
 }
-void after_fork_in_child() {
+void abandon_mover() {
   mover().abandon_in_child();
 }
 
@@ -35,7 +35,7 @@ int lt_mover_start(
     const int* fds, int fd_count, int64_t stripe, int direct, int verify, int threads, MediumCall call) {
   survive_forks();  // first: the movers take their own lock before the budget's
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(&pause_for_fork, &resume_after_fork, &after_fork_in_child); });
+  std::call_once(once, [] { pthread_atfork(&pause_mover, &resume_mover, &abandon_mover); });
   Mover& m = mover();
   if (m.running()) return -1;
   m.medium = Medium{std::vector<int>(fds, fds + fd_count), stripe, direct != 0, verify != 0, call};

@@ -15,13 +15,13 @@ namespace {
 std::vector<Tier> waiting_tiers;
 constexpr uint64_t kPrime = 0x100000001B3ull;  // of a hash
 
-void pause_for_fork() {
+void pause_ranges() {
   ranges().pause_for_fork();
 }
-void resume_after_fork() {
+void resume_ranges() {
   ranges().resume_after_fork();
 }
-void after_fork_in_child() {
+void abandon_ranges() {
   ranges().abandon_in_child();
 }
 
@@ -77,7 +77,7 @@ int lt_ranges_start(int64_t least, int verify, int threads) {
   static std::once_flag once;
   std::call_once(once, [] {
     survive_forks();
-    pthread_atfork(&pause_for_fork, &resume_after_fork, &after_fork_in_child);
+    pthread_atfork(&pause_ranges, &resume_ranges, &abandon_ranges);
   });
   std::vector<Tier> tiers = std::move(waiting_tiers);
   waiting_tiers.clear();
