@@ -19,11 +19,20 @@ class BadArgument(LowtideError, ValueError):
 class BudgetTooSmall(LowtideError, MemoryError):
     """The budget cannot hold what one operator needs at once, whatever is moved away.
 
-    `device`: whose budget. `place`: where the operator is, such as "in the optimizer's step".
+    `device`: whose budget. `place`: where the operator is, such as "in the optimizer's step". `step`: more than the
+    operator, the step that it is in needs the bytes.
     """
 
     def __init__(
-        self, *, budget_bytes: int, needed_bytes: int, op: str, detail: str = "", device: str = "", place: str = ""
+        self,
+        *,
+        budget_bytes: int,
+        needed_bytes: int,
+        op: str,
+        detail: str = "",
+        device: str = "",
+        place: str = "",
+        step: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
@@ -31,28 +40,36 @@ class BudgetTooSmall(LowtideError, MemoryError):
         self.detail = detail
         self.device = device
         self.place = place
+        self.step = step
         remedy = "choose an optimizer with less state" if place.endswith("'s step") else "shrink the batch"
         budget = format_bytes(budget_bytes)
         if budget == format_bytes(needed_bytes):  # "2.08 GiB cannot hold 2.08 GiB" helps nobody
             budget = f"{budget} ({budget_bytes} bytes)"
         whose, where = f" of {device}" if device else "", f" {place}" if place else ""
+        which = "in a step that" if step else "which"
         text = (
             f"budget {budget}{whose} cannot run '{op}'{where}, "
-            f"which needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
+            f"{which} needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
             f"raise the budget or {remedy}"
         )
         super().__init__(f"{text} ({detail})" if detail else text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        known = (self.budget_bytes, self.needed_bytes, self.op, self.detail, self.device, self.place)
+        known = (self.budget_bytes, self.needed_bytes, self.op, self.detail, self.device, self.place, self.step)
         return (_rebuild_budget_too_small, known)
 
 
 def _rebuild_budget_too_small(
-    budget_bytes: int, needed_bytes: int, op: str, detail: str, device: str, place: str
+    budget_bytes: int, needed_bytes: int, op: str, detail: str, device: str, place: str, step: bool
 ) -> BudgetTooSmall:
     return BudgetTooSmall(
-        budget_bytes=budget_bytes, needed_bytes=needed_bytes, op=op, detail=detail, device=device, place=place
+        budget_bytes=budget_bytes,
+        needed_bytes=needed_bytes,
+        op=op,
+        detail=detail,
+        device=device,
+        place=place,
+        step=step,
     )
 
 

@@ -9,7 +9,9 @@ import ctypes
 import errno
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -24,7 +26,11 @@ from lowtide.memory.lent import Lent
 from lowtide.memory.loader_workers import LoaderWorkers
 from lowtide.memory.native import Native, load
 from lowtide.memory.native.bindings import CORRUPTED, LOST, NOT_REMADE, SHORT_READ, Place, RangeCounters, Trouble
+from lowtide.tiers.file import create_unnamed
 from lowtide.tiers.medium import Medium
+
+# What a budget that is too small is told in multiples of.
+_GRAIN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class RangeMemory:
         self._medium_error = ""
         self._write_failure = ""
         self._wanted_back = False
+        self._sounding_fd: int | None = None
         self._inherited = _take_over(self.native)
         for medium in self._media.values():
             files = medium.files
@@ -177,19 +184,40 @@ class RangeMemory:
 
     # ---- errors ----
 
+    def sound(self, on: bool) -> None:
+        """Refuse nothing from here on: what does not fit is mapped from a file, and `too_small` tells what it takes.
+
+        Only where the first tier is a directory's; elsewhere allocations are refused as they come.
+        """
+        if on and self._sounding_fd is None:
+            self._sounding_fd = _unnamed_file(next(iter(self._media.values())))
+        self.native.sound(self._sounding_fd if on and self._sounding_fd is not None else -1)
+
+    @property
+    def was_sounded(self) -> bool:
+        """Whether something would have been refused since sounding began."""
+        return self.native.sounded() > 0
+
     @property
     def refusals(self) -> int:
         """How many allocations were refused so far."""
         return self.native.counters().refusals
 
-    def too_small(self, *, floor_bytes: int = 0) -> BudgetTooSmall:
-        """Return the error for what was refused last; `floor_bytes`: the least that a recorded step needs."""
+    def too_small(self, *, floor_bytes: int = 0, more_bytes: int = 0) -> BudgetTooSmall:
+        """Return the error for what was refused last, or in a step that was sounded needs most.
+
+        `floor_bytes`: the least that a recorded step needs; `more_bytes`: those that are still to come and will stay.
+        """
         refusal = self.native.last_refusal()
+        needed_bytes = max(refusal.live_bytes + refusal.requested_bytes + more_bytes, floor_bytes)
         return BudgetTooSmall(
             budget_bytes=refusal.budget_bytes,
-            needed_bytes=max(refusal.live_bytes + refusal.requested_bytes, floor_bytes),
+            # In whole grains: small tensors come and go, and a few more of them must not be another refusal.
+            needed_bytes=-(-needed_bytes // _GRAIN_BYTES) * _GRAIN_BYTES,
             op=refusal.what,
             detail=self._write_failure,
+            place=refusal.where,
+            step=needed_bytes > refusal.named_bytes + more_bytes,
         )
 
     def interruption(self) -> BaseException | None:
@@ -287,10 +315,17 @@ class RangeMemory:
         finally:
             native.set_foreign(0)
             native.uninstall()
+            self._close_sounding()
             for medium in (*self._media.values(), *self._inherited):
                 medium.close()
         if code:
             raise self._error_of(Trouble(code=code, nbytes=0, tier=self.first_tier))
+
+    def _close_sounding(self) -> None:
+        self.native.sound(-1)
+        if self._sounding_fd is not None:
+            os.close(self._sounding_fd)  # what is mapped of it stays
+            self._sounding_fd = None
 
     def _lend_no_more(self) -> None:
         if self._lent is not None:
@@ -304,6 +339,7 @@ class RangeMemory:
             return ()
         self._lend_no_more()
         self._loader_workers.off()
+        self._close_sounding()
         return (*self._media.values(), *self._inherited)
 
 
@@ -325,6 +361,19 @@ def _take_over(native: Native) -> tuple[Medium, ...]:
         raise BadArgument("another tide is open in this process: close it before opening a second one")
     lingering, _lingering = _lingering, None
     return lingering.give_over()
+
+
+def _unnamed_file(medium: Medium) -> int | None:
+    """Return a file that vanishes with its descriptor, where a tier is one of directories."""
+    for directory in medium.directories:
+        named: list[Path] = []
+        with suppress(LowtideError, OSError):
+            fd = create_unnamed(directory, named)
+            if not named:
+                return fd
+            os.close(fd)
+            named[0].unlink()
+    return None
 
 
 def _room_bytes() -> int:

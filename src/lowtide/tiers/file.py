@@ -60,7 +60,7 @@ class FileMedium(PlainMedium):
         fds: list[int] = []
         try:
             # One at a time, so that those made before a failure are known.
-            fds.extend(_create(directory, named) for directory in self.directories)
+            fds.extend(create_unnamed(directory, named) for directory in self.directories)
             # One mode for all files, so that a reader of `fds` has one rule to follow.
             self.direct = all(_try_direct(fd, directory) for fd, directory in zip(fds, self.directories, strict=True))
             if not self.direct:
@@ -226,7 +226,7 @@ class FileMedium(PlainMedium):
                 )
 
 
-def _create(directory: Path, named: list[Path]) -> int:
+def create_unnamed(directory: Path, named: list[Path]) -> int:
     """Return a descriptor of a new private file in `directory`; its path goes to `named` only while it has one."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"

@@ -23,7 +23,7 @@ class Wide(torch.nn.Module):
 def test_a_refusal_in_a_layer_names_the_layer(tmp_path: Path) -> None:
     model = Wide()
     with lowtide.fit(model, budget="16MiB", spill=tmp_path) as tide:
-        with pytest.raises(lowtide.BudgetTooSmall, match=r"in inner, which needs .*shrink the batch"):
+        with pytest.raises(lowtide.BudgetTooSmall, match=r"in inner, in a step that needs .*shrink the batch"):
             with tide.step():
                 model(torch.randn(2048, 1024)).sum().backward()
 

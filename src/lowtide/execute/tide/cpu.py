@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import warnings
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.capture.builder import Recorded
 from lowtide.capture.recorder import Recorder
@@ -24,6 +27,7 @@ from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
+from lowtide.execute.update.rehearsal import rehearse
 from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.memory.ranges import RangeMemory
 from lowtide.plan.policy import Observes, Policy
@@ -78,6 +82,10 @@ class CpuTide(Tide):
             memory.close()
             raise
         self._slices.on()
+        self._to_come_bytes = 0  # of an optimizer's state that never leaves, and does not exist yet
+        self._rehearsing = False
+        self._rehearsed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._before_updates = register_optimizer_step_pre_hook(self._before_update)
         self._static_bytes = memory.held_bytes()
         self._opened()
 
@@ -91,6 +99,7 @@ class CpuTide(Tide):
         refusals = self._memory.refusals
         try:
             yield
+            self._raise_sounded()
         except torch.OutOfMemoryError as error:
             interruption = self._memory.interruption()
             if interruption is not None:
@@ -99,6 +108,10 @@ class CpuTide(Tide):
             if self._memory.refusals == refusals:
                 raise
             raise located(self._too_small(), error, self._recorder.models()) from error
+
+    def _raise_sounded(self) -> None:
+        if self._memory.was_sounded:
+            raise self._too_small()
 
     def _raise_trouble(self, cause: BaseException | None = None) -> None:
         """Raise what went wrong where nothing could be raised; warn of the first write that failed (R4)."""
@@ -113,7 +126,22 @@ class CpuTide(Tide):
 
     def _too_small(self) -> BudgetTooSmall:
         floor_bytes = 0 if self._trace is None else self._trace.floor_bytes()
-        return self._memory.too_small(floor_bytes=floor_bytes)
+        return self._memory.too_small(floor_bytes=floor_bytes, more_bytes=self._to_come_bytes)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        """Refuse a step that did not fit before it changes anything, with all that it and the update need."""
+        if not self._inside or self._rehearsing or os.getpid() != self._pid:
+            return
+        if optimizer not in self._rehearsed:
+            self._rehearsing = True
+            try:
+                self._to_come_bytes = rehearse(optimizer, least_bytes=self._memory.least_bytes)
+            finally:
+                self._rehearsing = False
+        if self._memory.was_sounded:
+            # What a program may have been written to catch; `turning_refusals_into_errors` gives it its name.
+            raise torch.OutOfMemoryError(f"lowtide: {self._too_small()}")
+        self._rehearsed.add(optimizer)
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)
@@ -140,6 +168,8 @@ class CpuTide(Tide):
         else:
             memory.announce(self._timed or self._under_pressure or usage.counted.away > 0)
         memory.native.grad_forget()
+        self._to_come_bytes = 0
+        memory.sound(True)
         memory.native.step_begin(self._next_plan)
         self._started = time.perf_counter()
         self._stall_before = usage.stall_s
@@ -155,14 +185,18 @@ class CpuTide(Tide):
         self._last_peak_bytes = usage.peak_bytes
         try:
             self._raise_trouble()
+            self._raise_sounded()
         except BaseException:
             self._recorder.cancel()
             raise
+        finally:
+            self._memory.sound(False)
         self._learn(ended.plan, resized=ended.resized)
 
     def abandon_step(self) -> None:
         self._inside = False
         self._memory.native.step_abandon()
+        self._memory.sound(False)
         self._recorder.cancel()
         self._memory.take_errors()
 
@@ -350,6 +384,7 @@ class CpuTide(Tide):
         del bring_back  # parameters are among what is away: the program has them in any case
         self._recorder.cancel()
         self._slices.off()
+        self._before_updates.remove()
         self._memory.close()
 
     def _exit(self) -> None:

@@ -24,6 +24,7 @@ def located(refusal: BaseException, error: BaseException, models: Iterable[torch
         detail=refusal.detail,
         device=refusal.device,
         place=place,
+        step=refusal.step,
     )
 
 

@@ -137,14 +137,26 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """The last allocation that the budget refused."""
+    """The last allocation that the budget refused, or in a step that is sounded the one that needs most.
+
+    The names are those of a need of `named_bytes`: the same, or the first that was refused.
+    """
 
     requested_bytes: int
     live_bytes: int
     reserved_bytes: int
     budget_bytes: int
+    named_bytes: int
     op: str
     optimizer: str
+    module: str
+
+    @property
+    def where(self) -> str:
+        """Where it was, as far as that is known."""
+        if self.optimizer:
+            return f"in {self.optimizer.removesuffix('.step')}'s step"
+        return f"in {self.module}" if self.module else ""
 
     @property
     def what(self) -> str:
@@ -192,7 +204,7 @@ class Native:
         self.trim = waiting("lt_trim", None)
         self.reset_peaks = quick("lt_reset_peaks", None)
         self._counters = quick("lt_counters", None, pointer)
-        self._last_failure = quick("lt_last_failure", None, pointer, ctypes.c_char_p, ctypes.c_char_p, i64)
+        self._last_failure = quick("lt_last_failure", None, pointer, *[ctypes.c_char_p] * 3, i64)
         self._take_interruption = quick("lt_take_interruption", ctypes.py_object)
         self.is_ours = quick("lt_is_ours", integer, pointer)
 
@@ -273,6 +285,8 @@ class Native:
         self.touch = quick("lt_touch", None, integer)
         self.grad_began_ns = quick("lt_grad_began_ns", i64)
         self.grad_forget = quick("lt_grad_forget", None)
+        self.sound = quick("lt_sound", None, integer)
+        self.sounded = quick("lt_sounded", i64)
         self.take_strangers = quick("lt_take_strangers", i64)
         self.stress = quick("lt_stress", None, i64, ctypes.c_uint64)
         self._name_id = quick("lt_name_id", i64, ctypes.c_char_p)
@@ -310,16 +324,19 @@ class Native:
 
     def last_refusal(self) -> Refusal:
         """Return the numbers of the last allocation that failed."""
-        out, op, optimizer = (ctypes.c_int64 * 4)(), ctypes.create_string_buffer(256), ctypes.create_string_buffer(256)
-        self._last_failure(out, op, optimizer, 256)
+        out = (ctypes.c_int64 * 5)()
+        op, optimizer, module = (ctypes.create_string_buffer(256) for _ in range(3))
+        self._last_failure(out, op, optimizer, module, 256)
         v = list(out)
         return Refusal(
             requested_bytes=v[0],
             live_bytes=v[1],
             reserved_bytes=v[2],
             budget_bytes=v[3],
+            named_bytes=v[4],
             op=op.value.decode(),
             optimizer=optimizer.value.decode(),
+            module=module.value.decode(errors="replace"),
         )
 
     def take_interruption(self) -> BaseException | None:

@@ -38,10 +38,21 @@ std::atomic<int> waiters{0};
 
 struct Failure {
   int64_t requested = 0, live = 0, reserved = 0, budget = 0;
-  std::string op, optimizer;
+  std::string op, optimizer, module;
+
+  int64_t needed() const {
+    return live + requested;
+  }
+  bool is_placed() const {
+    return !optimizer.empty() || !module.empty();
+  }
 };
-std::mutex failure_mutex;
-Failure last_failure;
+std::mutex failure_mutex;  // guards all of these
+Failure last_failure;      // where a step is sounded, the one that needs most
+Failure first_failure;     // of a step that is sounded
+int64_t sounded = 0, sounded_until_ns = 0;
+std::atomic<bool> sounding{false};
+constexpr int64_t kLongestSounding = 120'000'000'000;
 
 // ---- small blocks: malloc with a header ----
 
@@ -60,11 +71,15 @@ bool is_large(void* block) {
 thread_local int64_t fetching_record = -1;
 thread_local bool evicting = false;
 
-void* try_block(int64_t n, bool large, bool beyond_budget = false) {
+enum class Source { kBudget, kBeyond, kFile };
+
+void* try_block(int64_t n, bool large, Source source = Source::kBudget) {
   if (large) {
     Pages& all = pages();
     std::lock_guard<std::mutex> guard(all.mutex);
-    char* start = beyond_budget ? all.take_beyond_budget(n) : all.take(n);
+    char* start = source == Source::kFile ? all.take_of_file(n)
+        : source == Source::kBeyond       ? all.take_beyond_budget(n)
+                                          : all.take(n);
     if (!start) return nullptr;
     int64_t serial = ++counters.serial;
     Range* range = ranges().add(start, n, serial);
@@ -74,7 +89,7 @@ void* try_block(int64_t n, bool large, bool beyond_budget = false) {
     note_made(range);
     return start;
   }
-  if (beyond_budget) {
+  if (source == Source::kBeyond) {
     counters.reserved += n;
     raise_to(counters.peak_reserved, counters.reserved.load());
   } else if (!try_reserve(n)) {
@@ -243,7 +258,7 @@ class BudgetAllocator final : public c10::Allocator {
           f.live,
           " bytes are in use and cannot be moved now, the budget is ",
           f.budget,
-          " bytes (outside tide.step() nothing is moved)");
+          ranges().running() ? " bytes" : " bytes (outside tide.step() nothing is moved)");
     }
     tell_profiler(block, static_cast<int64_t>(n) >= kLarge ? round_to_page(n) : static_cast<int64_t>(n));
     return {block, block, &delete_block, cpu};
@@ -284,14 +299,51 @@ void after_fork_in_child() {
 
 }  // namespace
 
+// What fits is part of what an operator needs too, if more of that did not.
+void sound_again() {
+  if (!sounding_goes_on()) return;
+  int64_t held;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    if (!pages().has_of_file()) return;
+    held = counters.live - ranges().movable_bytes();
+  }
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  if (held <= last_failure.needed()) return;
+  last_failure.live = held;
+  last_failure.requested = 0;
+}
+
+// Not before autograd records: whoever tries how much there is may catch the refusal. Not where writes fail, or somebody
+// has pressed Ctrl-C: that has to be told at once. And not for ever: a program may never come to an update.
+bool sounding_goes_on() {
+  if (!sounding.load(std::memory_order_relaxed) || !autograd_has_begun() || ranges().write_failed) return false;
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  return sounded == 0 || now_ns() < sounded_until_ns;
+}
+
+void note_sounded() {
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  if (++sounded == 1) sounded_until_ns = now_ns() + kLongestSounding;
+}
+
 void* take_block(int64_t nbytes, Patience patience) {
   bool large = nbytes >= kLarge;
   int64_t n = large ? round_to_page(nbytes) : nbytes;
-  if (void* block = try_block(n, large)) return block;
-  if (patience == Patience::kRefuse) return nullptr;
-  void* block = block_after_making_room(n, large);
-  if (block) return block;
+  void* block = try_block(n, large);
+  if (!block && patience == Patience::kRefuse) return nullptr;
+  if (!block) block = block_after_making_room(n, large);
+  if (block) {
+    if (C10_UNLIKELY(sounding.load(std::memory_order_relaxed))) sound_again();
+    return block;
+  }
   note_refusal(n);
+  // See Note [Pages of a file].
+  if (!interruption && sounding_goes_on())
+    if (void* of_file = try_block(round_to_page(n), true, Source::kFile)) {
+      note_sounded();
+      return of_file;
+    }
   if (!may_pass_budget) return nullptr;
   // See Note [Who runs calls again].
   {
@@ -299,7 +351,7 @@ void* take_block(int64_t nbytes, Patience patience) {
     ranges().counted.beyond += n;
     ranges().note_trouble({ENOMEM, false, n, 0});
   }
-  return try_block(n, large, true);
+  return try_block(n, large, Source::kBeyond);
 }
 
 int64_t give_block(void* block) {
@@ -375,8 +427,11 @@ void add_stall_ns(int64_t ns) {
 }
 
 void note_refusal(int64_t n) {
+  std::string module = current_module();
   std::lock_guard<std::mutex> guard(failure_mutex);
-  last_failure = {n, counters.live, counters.reserved, counters.budget, current_op(), current_optimizer()};
+  Failure failure{n, counters.live, counters.reserved, counters.budget, current_op(), current_optimizer(), module};
+  if (sounded == 0) first_failure = failure;
+  if (sounded == 0 || failure.needed() > last_failure.needed()) last_failure = failure;
   ++counters.refused;
 }
 
@@ -458,15 +513,37 @@ void lt_counters(int64_t* out) {
   std::memcpy(out, values, sizeof(values));
 }
 
-// Numbers of the last refused allocation; the names of its operator and, if one steps, of its optimizer.
-void lt_last_failure(int64_t* out, char* op, char* optimizer, int64_t name_bytes) {
+// Numbers of the last refused allocation; the names of its operator, its optimizer if one steps, and its layer if known. In
+// a step that is sounded: of the largest need, named by the first where nobody knows its layer.
+void lt_last_failure(int64_t* out, char* op, char* optimizer, char* module, int64_t name_bytes) {
   std::lock_guard<std::mutex> guard(failure_mutex);
   out[0] = last_failure.requested;
   out[1] = last_failure.live;
   out[2] = last_failure.reserved;
   out[3] = last_failure.budget;
-  std::snprintf(op, name_bytes, "%s", last_failure.op.c_str());
-  std::snprintf(optimizer, name_bytes, "%s", last_failure.optimizer.c_str());
+  const Failure& named = last_failure.is_placed() ? last_failure : first_failure;
+  out[4] = named.needed();
+  std::snprintf(op, name_bytes, "%s", named.op.c_str());
+  std::snprintf(optimizer, name_bytes, "%s", named.optimizer.c_str());
+  std::snprintf(module, name_bytes, "%s", named.module.c_str());
+}
+
+// From here on nothing is refused: what does not fit has pages of the file behind `fd`; -1: that is over. See Note [Pages
+// of a file].
+void lt_sound(int fd) {
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    pages().use_file(fd);
+  }
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  sounding = fd >= 0;
+  sounded = 0;
+}
+
+// How often something had pages of a file instead of a refusal, since that began.
+int64_t lt_sounded() {
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  return sounded;
 }
 
 // Take what a signal's handler raised while an allocation waited: the exception, or None.

@@ -49,6 +49,9 @@ void transfer_ended(int64_t bytes);
 void add_stall_ns(int64_t ns);
 // Note that `n` bytes did not fit, for whom, and what was in use.
 void note_refusal(int64_t n);
+// Whether what does not fit has pages of a file for now, and that it has: see Note [Pages of a file].
+bool sounding_goes_on();
+void note_sounded();
 bool in_forked_child();
 // Take care of our locks when the process forks. The last to register is the first to be locked: whoever locks before the
 // budget does, as the movers do, registers after it.
@@ -124,5 +127,9 @@ void note_made(Range* range);
 const char* current_op();
 // The optimizer whose step runs on this thread, as its range is named, or "".
 const char* current_optimizer();
+// The layer whose forward runs, where layers are marked; "" in backward.
+std::string current_module();
+// Whether autograd has recorded anything in the step that runs.
+bool autograd_has_begun();
 
 }  // namespace lowtide

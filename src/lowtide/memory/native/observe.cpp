@@ -168,6 +168,7 @@ struct Use : at::ObserverContext {
 };
 
 std::atomic<bool> touching{false};
+std::string marked_module;              // guarded by log_mutex
 std::atomic<int64_t> stress_one_in{0};  // for tests: one operator in so many makes everything leave
 thread_local Use* outermost = nullptr;
 thread_local uint64_t dice = 0x9E3779B97F4A7C15ull;
@@ -445,7 +446,7 @@ void return_after_fork() {
   add_observer();
   observer_mutex.unlock();
 }
-void after_fork_in_child() {
+void forget_observer() {
   observed = 0;  // the parent's log: nobody reads it here
   observer_mutex.unlock();
 }
@@ -494,6 +495,17 @@ const char* current_op() {
   return running.empty() ? "" : running.back();
 }
 
+std::string current_module() {
+  bool in_backward = std::any_of(
+      running.begin(), running.end(), [](const char* name) { return std::strncmp(name, "autograd::", 10) == 0; });
+  std::lock_guard<std::mutex> guard(log_mutex);
+  return in_backward ? std::string() : marked_module;
+}
+
+bool autograd_has_begun() {
+  return grad_began_ns.load(std::memory_order_relaxed) != 0;
+}
+
 const char* current_optimizer() {
   for (const char* name : running)
     if (std::strncmp(name, "Optimizer.step#", 15) == 0) return name + 15;
@@ -509,7 +521,7 @@ extern "C" {
 // Watch operators: 0 not at all, 1 only which one runs, 2 with their operands.
 void lt_observe(int detail) {
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(&withdraw_for_fork, &return_after_fork, &after_fork_in_child); });
+  std::call_once(once, [] { pthread_atfork(&withdraw_for_fork, &return_after_fork, &forget_observer); });
   running.clear();
   std::lock_guard<std::mutex> guard(observer_mutex);
   observing = std::this_thread::get_id();
@@ -618,6 +630,7 @@ void lt_mark_module(const char* name) {
   {
     std::lock_guard<std::mutex> guard(log_mutex);
     id = name_id(name);
+    marked_module = name;
   }
   log_event(Event::kModule, id);
 }

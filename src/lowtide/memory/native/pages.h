@@ -9,9 +9,15 @@
 // leaves a hole, reserved and without access; `attach` moves pages onto a hole. Both move page tables, not bytes. From 2 MiB
 // on, addresses are aligned alike on both sides, so that huge pages move whole. At no instant are a range's addresses free:
 // another thread's mmap, malloc's for one, would be given them, and lose them to the hole (MREMAP_DONTUNMAP, Linux 5.7).
+//
+// Note [Pages of a file]: a step that the budget refuses runs to its update all the same, so that its refusal can tell what
+// the whole of it needs. What does not fit has pages of a file without a name, mapped as shared: the kernel writes them back
+// when memory is scarce, so they are no part of the budget, and no reason to kill the process. They move as other pages do,
+// but are never kept: whoever gives them up gives them back to the file.
 #pragma once
-#include "range.h"
+#include "tier.h"
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <sys/mman.h>
 
@@ -89,7 +95,46 @@ class Pages {
     return kept_ > 0 ? assemble(n) : nullptr;
   }
 
+  // Whose pages the file behind `fd` gives from here on (-1: nobody gets any).
+  void use_file(int fd) {
+    file_ = fd;
+  }
+  // See Note [Pages of a file]. nullptr: the disk is full, or there is no file.
+  char* take_of_file(int64_t n) {
+    // Reserved before it is written: a full disk is a refusal here, and a SIGBUS later.
+    if (file_ < 0) return nullptr;
+    int64_t offset = file_extents_.take(n);
+    void* got = fallocate(file_, 0, offset, n) == 0
+        ? mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, file_, offset)
+        : MAP_FAILED;
+    if (got == MAP_FAILED) {
+      file_extents_.give(offset, n);
+      return nullptr;
+    }
+    char* start = static_cast<char*>(got);
+    seams_.insert(start);
+    seams_.insert(start + n);
+    of_file_.emplace(start, offset);
+    return start;
+  }
+  bool has_of_file() const {
+    return !of_file_.empty();
+  }
+  bool is_of_file(const char* start) const {
+    return !of_file_.empty() && of_file_.count(const_cast<char*>(start)) > 0;
+  }
+  // Have pages of the kernel's own where those of a file were, with nothing in them.
+  void replace_of_file(char* start, int64_t n) {
+    forget_of_file(start, n);
+    mmap(start, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  }
+
   void keep_merged(char* start, int64_t length) {
+    if (is_of_file(start)) {
+      forget_of_file(start, length);
+      unmap_hole(start, length);
+      return;
+    }
     auto after = by_start_.lower_bound(start);
     if (after != by_start_.end() && after->first == start + length) {
       length += after->second;
@@ -187,6 +232,10 @@ class Pages {
     if (moved == n) {
       drop_seams(from, n);
       seams_.insert(to + n);
+      if (auto found = of_file_.find(from); found != of_file_.end()) {
+        of_file_.emplace(to, found->second);
+        of_file_.erase(found);
+      }
       return true;
     }
     // The way back needs no more mappings than there were: if even that fails, memory is lost, and nobody may go on.
@@ -206,6 +255,12 @@ class Pages {
       moved += bytes;
     }
     return moved;
+  }
+
+  void forget_of_file(char* start, int64_t n) {
+    auto found = of_file_.find(start);
+    file_extents_.give(found->second, n);
+    of_file_.erase(found);
   }
 
   void keep(char* start, int64_t length) {
@@ -344,6 +399,9 @@ class Pages {
 
   std::map<char*, int64_t> by_start_;
   std::set<std::pair<int64_t, char*>> by_size_;
+  std::map<char*, int64_t> of_file_;  // offsets in the file, by where its pages are now
+  Extents file_extents_;
+  int file_ = -1;
   std::set<char*> seams_;  // a superset of the addresses where one of our mappings begins
   std::atomic<int64_t> kept_{0};
 };

@@ -14,7 +14,7 @@
 namespace lowtide {
 namespace {
 
-constexpr int64_t kChunk = 8 << 20;
+constexpr int64_t kTransferChunk = 8 << 20;
 constexpr int64_t kGrace = 2;  // the last touches that may not be undone; see Note [Grace]
 constexpr int64_t kMostThrashing = 64;
 
@@ -110,7 +110,9 @@ void Ranges::let_go(Range* range) {
 
 void Ranges::disown(Range* range) {
   if (range->place != Place::kAway) counters.live -= range->bytes;
-  if (range->place == Place::kHere) {
+  if (range->place == Place::kHere && pages().is_of_file(range->start)) {
+    pages().replace_of_file(range->start, range->bytes);
+  } else if (range->place == Place::kHere) {
     pages().forget_pages(range->bytes);
     if (!range->writable) mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE);
   } else {
@@ -158,6 +160,7 @@ void Ranges::unpin(Range* range) {
     range->leave_asked = false;
     if (may_leave(range)) leave(range, range->leave_tier);
   }
+  if (pages().is_of_file(range->start)) leave(range, schedule().tier_of(range));
   progress();
 }
 
@@ -303,11 +306,16 @@ bool Ranges::bring_waiting(
       // See Note [Who may wait].
       if (!room && counted.leaving == 0 && counted.arriving == 0) {
         note_refusal(range->bytes);
-        note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
-        if (with_gil) break;  // whoever asks has not begun: the next allocation is refused
-        thrashing_ = 0;
-        room = pages().take_beyond_budget(range->bytes);
-        counted.beyond += range->bytes;
+        room = sounding_goes_on() ? pages().take_of_file(range->bytes) : nullptr;
+        if (room) {
+          note_sounded();
+        } else {
+          note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
+          if (with_gil) break;  // whoever asks has not begun: the next allocation is refused
+          thrashing_ = 0;
+          room = pages().take_beyond_budget(range->bytes);
+          counted.beyond += range->bytes;
+        }
       }
       if (room) {
         begin_read(range, room, true);
@@ -378,7 +386,7 @@ void Ranges::bury_children() {
 }
 
 bool Ranges::leave(Range* range, int32_t tier) {
-  if (!may_leave(range) || ending_ || !running()) return false;
+  if (!is_loose(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
   bool clean = is_clean(range);
   if (!clean) {
@@ -390,6 +398,7 @@ bool Ranges::leave(Range* range, int32_t tier) {
       if (range->slot.offset < 0) {
         range->crowded_out = crowded_ = true;
         failed_write_ = {ENOSPC, true, range->bytes, tier};
+        write_failed = true;
         return false;
       }
     }
@@ -531,6 +540,21 @@ void Ranges::shrink(int64_t excess) {
   }
 }
 
+void Ranges::take_off_file(Range* range) {
+  char* room = pages().take_beyond_budget(range->bytes);
+  if (!room) return;
+  std::memcpy(room, range->start, range->bytes);
+  char* of_file = pages().detach(range->start, range->bytes, range->writable);
+  if (!of_file) {
+    pages().keep_merged(room, range->bytes);
+    return;
+  }
+  range->writable = true;
+  range->dirty = true;
+  pages().keep_merged(of_file, range->bytes);
+  settle(range, room);
+}
+
 void Ranges::fill_lost(Range* range) {
   pages().trim_for(range->bytes);
   char* room = pages().take_beyond_budget(range->bytes);
@@ -578,7 +602,7 @@ void Ranges::work() {
     auto& queue = reads_.empty() ? writes_ : reads_;  // reads first: they may be waited for
     if (queue.empty()) return;                        // stopping, and nothing left to do
     Transfer* transfer = queue.front();
-    int64_t at = transfer->issued, n = std::min(kChunk, transfer->bytes - at);
+    int64_t at = transfer->issued, n = std::min(kTransferChunk, transfer->bytes - at);
     transfer->issued += n;
     ++transfer->pending;
     if (transfer->issued == transfer->bytes) queue.pop_front();
@@ -653,6 +677,7 @@ void Ranges::finish_write(Transfer* transfer) {
   if (transfer->error) {
     // R4: a failed write keeps the value in memory, and says so.
     failed_write_ = {transfer->error, true, transfer->bytes, transfer->slot.tier};
+    write_failed = true;
     give_slot(range->slot, range->bytes, range->slot_forks);
     range->dirty = true;
     range->stuck = true;
@@ -709,6 +734,7 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
 }
 
 void Ranges::unstick() {
+  write_failed = false;
   for (Range* range : by_age_) range->stuck = range->crowded_out = false;
 }
 
@@ -740,7 +766,9 @@ int Ranges::stop_waiting(bool bring_back) {
     range->dirty = true;
     if (range->place == Place::kAway && !range->lost) range->lost = kLost;
     if (range->place == Place::kHere && !range->writable) make_writable(range);
+    if (range->place == Place::kHere && pages().is_of_file(range->start)) take_off_file(range);
   }
+  pages().use_file(-1);
   tiers.clear();
   buried_.clear();
   for (const Child& child : children_) close(child.pipe);
@@ -756,6 +784,9 @@ void Ranges::pause_for_fork() {
   std::unique_lock<std::mutex> guard(pages().mutex);
   forking_ = true;
   idle_.wait(guard, [&] { return transferring_ == 0; });
+  // A child shares no memory with its parent.
+  for (Range* range : by_age_)
+    if (range->place == Place::kHere && pages().is_of_file(range->start)) take_off_file(range);
   if (running() && pipe2(fork_pipe_, O_CLOEXEC | O_NONBLOCK) != 0) fork_pipe_[0] = fork_pipe_[1] = -1;
 }
 
@@ -787,6 +818,7 @@ void Ranges::abandon_in_child() {
   schedule().abandon_step();
   schedule().clear();
   remakes().abandon_in_child();
+  pages().use_file(-1);  // it is the parent's
   for (const Child& child : children_) close(child.pipe);
   children_.clear();
   buried_.clear();

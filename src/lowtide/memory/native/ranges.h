@@ -5,7 +5,8 @@
 // threads that transfer never wait for any of them. An operator pins its operands and what it allocates until it ends, so
 // nothing it uses can leave; if what is pinned alone passes the budget, waiting would never end: the allocation is refused,
 // an operand stays away and the operator's first allocation is refused for it. Only a fault cannot be refused: its range
-// comes back beyond the budget, which is counted and raised as an error as soon as that is possible (R2, R3).
+// comes back beyond the budget, which is counted and raised as an error as soon as that is possible (R2, R3). In a step
+// that is sounded, see Note [Pages of a file], nothing is refused before its end.
 //
 // Note [Leaving]: a range's pages are detached before they are written, so the bytes that go out are those of one instant
 // and nobody can change them meanwhile. Whoever touches the range before the write has landed gets the pages back at
@@ -166,11 +167,17 @@ class Ranges {
   void shrink(int64_t excess);
   // Everything that may leave, leaves: for tests.
   void leave_all();
+  // Bytes in fast memory, or of a file, that could leave or are on their way.
+  int64_t movable_bytes() const {
+    int64_t total = 0;
+    for (const Range* range : by_age_)
+      if (range->place != Place::kAway && range->pins == 0 && (range->place != Place::kHere || is_loose(range)))
+        total += range->bytes;
+    return total;
+  }
   bool may_leave(const Range* range) const {
-    // Of another allocator's block only the whole pages are ours: a little less than it.
-    int64_t least = range->foreign ? least_bytes / 2 : least_bytes;
-    return range->place == Place::kHere && range->pins == 0 && !range->stuck && !range->crowded_out &&
-        range->bytes >= least && !range->filled;
+    // Pages of a file leave by themselves, and make no room.
+    return is_loose(range) && !pages().is_of_file(range->start);
   }
 
   bool is_clean(const Range* range) const {
@@ -200,6 +207,8 @@ class Ranges {
 
   // Whether there is trouble that the next allocation has to raise: a read that failed, or memory beyond the budget.
   std::atomic<bool> troubled{false};
+  // Whether a write has failed, or a tier was full, since the tiers began.
+  std::atomic<bool> write_failed{false};
   const Trouble& trouble() const {
     return trouble_;
   }
@@ -227,6 +236,14 @@ class Ranges {
   }
 
  private:
+  bool is_loose(const Range* range) const {
+    // Of another allocator's block only the whole pages are ours: a little less than it.
+    int64_t least = range->foreign ? least_bytes / 2 : least_bytes;
+    return range->place == Place::kHere && range->pins == 0 && !range->stuck && !range->crowded_out &&
+        range->bytes >= least && !range->filled;
+  }
+  // Have a range's bytes in fast memory that are in pages of a file, whatever the budget says.
+  void take_off_file(Range* range);
   void unfill(Range* range);
   void finish(Transfer* transfer, std::unique_lock<std::mutex>& guard);
   void finish_write(Transfer* transfer);
