@@ -60,21 +60,33 @@ bool is_large(void* block) {
 thread_local int64_t fetching_record = -1;
 thread_local bool evicting = false;
 
-void* try_block(int64_t n, bool large, bool beyond_budget = false) {
+enum class Where {
+  kPlanned,       // in fast memory within the budget, or in slow memory if the plan has it there
+  kSlow,          // in slow memory
+  kBeyondBudget,  // in fast memory, whatever the budget says
+};
+
+void* try_block(int64_t n, bool large, Where where = Where::kPlanned) {
   if (large) {
     Pages& all = pages();
     std::lock_guard<std::mutex> guard(all.mutex);
-    char* start = beyond_budget ? all.take_beyond_budget(n) : all.take(n);
-    if (!start) return nullptr;
     int64_t serial = ++counters.serial;
-    Range* range = ranges().add(start, n, serial);
-    count_live(n);
+    int32_t tier = where == Where::kSlow ? ranges().slow_tier() : birth_tier(n);
+    Range* range = tier >= 0 ? ranges().add_slow(n, tier, serial) : nullptr;
+    if (!range) {
+      if (where == Where::kSlow) return nullptr;
+      char* fast = where == Where::kBeyondBudget ? all.take_beyond_budget(n) : all.take(n);
+      if (!fast) return nullptr;
+      range = ranges().add(fast, n, serial);
+      count_live(n);
+    }
+    char* start = range->start;
     if (logging.load(std::memory_order_relaxed))
       log_event(fetching_record >= 0 ? Event::kFetchAlloc : Event::kAlloc, serial, n, fetching_record);
     note_made(range);
     return start;
   }
-  if (beyond_budget) {
+  if (where == Where::kBeyondBudget) {
     counters.reserved += n;
     raise_to(counters.peak_reserved, counters.reserved.load());
   } else if (!try_reserve(n)) {
@@ -139,6 +151,17 @@ void* block_after_ranges_left(int64_t n, bool large) {
     add_stall_ns(now_ns() - start);
     if (void* block = try_block(n, large)) return block;
   }
+}
+
+// What fast memory cannot hold beside all that is in use, slow memory can: the block itself, or for a small one, which is
+// in no range, another.
+void* block_thanks_to_slow_memory(int64_t n, bool large) {
+  if (large) return try_block(n, large, Where::kSlow);
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    if (!ranges().displace(n)) return nullptr;
+  }
+  return try_block(n, large);
 }
 
 // See Note [Asking for room].
@@ -290,6 +313,7 @@ void* take_block(int64_t nbytes, Patience patience) {
   if (void* block = try_block(n, large)) return block;
   if (patience == Patience::kRefuse) return nullptr;
   void* block = block_after_making_room(n, large);
+  if (!block && !forked && ranges().running()) block = block_thanks_to_slow_memory(n, large);
   if (block) return block;
   note_refusal(n);
   if (!may_pass_budget) return nullptr;
@@ -299,7 +323,7 @@ void* take_block(int64_t nbytes, Patience patience) {
     ranges().counted.beyond += n;
     ranges().note_trouble({ENOMEM, false, n, 0});
   }
-  return try_block(n, large, true);
+  return try_block(n, large, Where::kBeyondBudget);
 }
 
 int64_t give_block(void* block) {

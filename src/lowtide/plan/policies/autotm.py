@@ -70,7 +70,7 @@ class AutoTm:
     summary = "slow memory read in place: an integer programme places and moves every storage, moves are waited for"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="AutoTM (Hildebrand et al., ASPLOS 2020)",
         reconstructed="kernel times by placement are a roofline unless measured; pairs of operands stand for all "
         "placements of a kernel; a move beside operators may choose among the 3 longest within 15 of its touch",
