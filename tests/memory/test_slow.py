@@ -156,6 +156,29 @@ def test_full_slow_memory_leaves_the_rest_to_the_tier_below(opened: Opened, tmp_
     assert torch.equal(first, pattern(3 * MIB, 1))
 
 
+def test_slow_memory_in_pieces_is_put_together(opened: Opened, tmp_path: Path) -> None:
+    engine = opened(slow_memory(capacity_bytes=8 * MIB), files(tmp_path), budget=64 * MIB)
+    parts = [filled(MIB, seed=seed) for seed in range(8)]
+    place(engine, *parts)
+    engine.native.fetch(parts[3]._cdata)  # its copy there is clean, and stays
+    engine.native.settle()
+    away = parts[5]
+    for gone in (0, 2, 4):
+        parts[gone] = torch.empty(0)
+    gc.collect()
+    large = filled(3 * MIB, seed=9)
+    place(engine, large)
+    assert engine.counted.compacted > 0
+    assert engine.tier_used(0) == 8 * MIB
+    for seed in (1, 3, 5, 6, 7):
+        assert torch.equal(parts[seed], pattern(MIB, seed))
+    away.bitwise_not_()
+    place(engine, parts[3])
+    assert torch.equal(parts[3], pattern(MIB, 3))
+    assert torch.equal(away, pattern(MIB, 5).bitwise_not())
+    assert torch.equal(large, pattern(3 * MIB, 9))
+
+
 # ---- children ----
 
 

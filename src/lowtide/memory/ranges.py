@@ -168,6 +168,7 @@ class RangeMemory:
             "placed_bytes": counted.placed,
             "fetched_bytes": counted.fetched,
             "born_slow_bytes": counted.born_slow,
+            "compacted_bytes": counted.compacted,
             "migration_runs": moved.runs,
             "migration_run_bytes": moved.run_bytes / moved.runs if moved.runs else 0.0,
             "in_place_ops": counted.in_place,

@@ -107,7 +107,8 @@ class RangeCounters:
     first time, to see whether they can be made again, and `not_discarded` were swapped because they could not.
 
     `slow` bytes are in slow memory, in place, `peak_slow` at most; `in_place` operators touched them, which took them
-    `charged_ns` longer. `placed` bytes migrated there, `fetched` back, and `born_slow` were allocated there.
+    `charged_ns` longer. `placed` bytes migrated there, `fetched` back, and `born_slow` were allocated there;
+    `compacted` moved within it.
     """
 
     leaving: int
@@ -135,6 +136,7 @@ class RangeCounters:
     placed: int
     fetched: int
     born_slow: int
+    compacted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

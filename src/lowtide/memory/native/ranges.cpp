@@ -49,7 +49,7 @@ Range* Ranges::add(char* start, int64_t bytes, int64_t serial) {
 Range* Ranges::add_slow(int64_t bytes, int32_t tier, int64_t serial) {
   if (tier < 0 || ending_ || !running()) return nullptr;
   int error = 0;
-  Slot slot{tier, tiers[tier].take(bytes, error)};
+  Slot slot{tier, take_slot(tier, bytes, error)};
   if (slot.offset < 0) return nullptr;
   char* start = pages().map_slow(bytes, tiers[tier].fds[0], slot.offset);
   if (!start) {
@@ -243,7 +243,7 @@ bool Ranges::settle_slow(Range* range, char* window) {
 // Give a range in slow memory bytes that no child has; see Note [Slow].
 bool Ranges::own_slot(Range* range) {
   int error = 0;
-  Slot own{range->slot.tier, tiers[range->slot.tier].take(range->bytes, error)};
+  Slot own{range->slot.tier, take_slot(range->slot.tier, range->bytes, error)};
   int fd = tiers[own.tier].fds[0];
   void* got = own.offset < 0
       ? MAP_FAILED
@@ -497,6 +497,58 @@ bool Ranges::bring_waiting(
 
 // ---- leaving ----
 
+int64_t Ranges::take_slot(int32_t tier, int64_t bytes, int& error) {
+  Tier& from = tiers[tier];
+  int64_t offset = from.take(bytes, error);
+  if (offset >= 0 || !from.addressable || from.extents.room() < bytes) return offset;
+  compact(tier);
+  return from.take(bytes, error);
+}
+
+// Whoever is in use meanwhile faults, and waits for the lock; the kernel would fail, so what is lent stays where it is.
+void Ranges::compact(int32_t tier) {
+  std::vector<Range*> movable;
+  for (Range* range : by_age_)
+    if (range->slot.tier == tier && range->slot.offset >= 0 && !range->transfer && range->lent == 0 &&
+        !is_shared(range->slot_forks))
+      movable.push_back(range);
+  std::sort(movable.begin(), movable.end(), [](Range* a, Range* b) { return a->slot.offset < b->slot.offset; });
+  for (Range* range : movable)
+    if (tiers[tier].extents.free_before(range->slot.offset) > 0 && !slide(range)) return;
+}
+
+bool Ranges::slide(Range* range) {
+  constexpr int64_t kPiece = 1 << 20;
+  static std::vector<char>* buffer = new std::vector<char>(kPiece);
+  Tier& tier = tiers[range->slot.tier];
+  bool mapped = range->place == Place::kSlow;
+  if (mapped && mprotect(range->start, range->bytes, PROT_NONE) != 0) return false;
+  int64_t from = range->slot.offset, to = tier.extents.slide(from, range->bytes);
+  range->slot.offset = to;
+  int error = 0;
+  for (int64_t at = 0; at < range->bytes && !error; at += kPiece) {
+    int64_t n = std::min(kPiece, range->bytes - at);
+    error = tier.move(false, buffer->data(), n, from + at);
+    if (!error) error = tier.move(true, buffer->data(), n, to + at);
+  }
+  if (error) {  // a part of it may be overwritten
+    if (mapped) {
+      lose_slow(range, error);
+    } else if (range->place == Place::kAway) {
+      range->lost = error;
+      note_trouble({error, false, range->bytes, range->slot.tier});
+    } else {
+      range->dirty = true;
+    }
+    return false;
+  }
+  counted.compacted += range->bytes;
+  if (!mapped) return true;
+  if (!pages().map_slow_at(range->start, range->bytes, tier.fds[0], to)) std::abort();  // as many mappings as before
+  if (!range->writable) mprotect(range->start, range->bytes, PROT_READ);
+  return true;
+}
+
 void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
   if (slot.offset >= 0 && slot.tier < static_cast<int32_t>(tiers.size())) {
     if (is_shared(forks))
@@ -547,12 +599,12 @@ bool Ranges::leave(Range* range, int32_t tier, bool placed) {
       give_slot(range->slot, range->bytes, range->slot_forks);
     if (range->slot.offset < 0) {
       int error = 0;
-      range->slot = Slot{tier, tiers[tier].take(range->bytes, error)};
+      range->slot = Slot{tier, take_slot(tier, range->bytes, error)};
       if (range->slot.offset < 0 && tiers[tier].addressable) {
         // Slow memory is full: whoever can be away goes to the tier below it.
         placed = false;
         while (range->slot.offset < 0 && ++tier < static_cast<int32_t>(tiers.size()))
-          range->slot = Slot{tier, tiers[tier].take(range->bytes, error)};
+          range->slot = Slot{tier, take_slot(tier, range->bytes, error)};
       }
       if (range->slot.offset < 0) {
         tier = std::min(tier, static_cast<int32_t>(tiers.size()) - 1);
@@ -708,7 +760,7 @@ bool Ranges::displace(int64_t need) {
         (!best || range->bytes < best->bytes))
       best = range;
   int error = 0;
-  Slot slot{tier, best ? tiers[tier].take(best->bytes, error) : -1};
+  Slot slot{tier, best ? take_slot(tier, best->bytes, error) : -1};
   if (slot.offset < 0) return false;
   char* away = pages().detach(best->start, best->bytes, best->writable);
   if (!away) {
@@ -935,7 +987,8 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   ending_ = stopping_ = false;
   counted.written = counted.read = counted.released = counted.faults = counted.write_faults = 0;
   counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
-  counted.charged_ns = counted.in_place = counted.placed = counted.fetched = counted.born_slow = 0;
+  counted.charged_ns = counted.in_place = counted.placed = counted.fetched = 0;
+  counted.born_slow = counted.compacted = 0;
   counted.peak_slow = counted.slow;
   remakes().counted = {};
   meter.forget();

@@ -90,6 +90,7 @@ struct RangeCounters {
   int64_t in_place = 0;             // operators that found operands there
   int64_t placed = 0, fetched = 0;  // bytes that migrated out to be touched in place, and back
   int64_t born_slow = 0;            // bytes that were allocated there
+  int64_t compacted = 0;            // bytes that moved within it, so that what is free is one piece
 };
 
 // An error that cannot be thrown where it happens (in an observer, in a fault): the next allocation or the step's end does.
@@ -289,6 +290,10 @@ class Ranges {
   void begin_read(Range* range, char* pages, bool urgent);
   void hurry(Transfer* transfer);
   void enqueue(Transfer* transfer);
+  // An offset in a tier, or -1: it is full, for the reason that `error` says. Slow memory in pieces is put together first.
+  int64_t take_slot(int32_t tier, int64_t bytes, int& error);
+  void compact(int32_t tier);
+  bool slide(Range* range);
   void give_slot(Slot& slot, int64_t bytes, int64_t forks);
   void give_extent(const Slot& slot, int64_t bytes);
   bool is_shared(int64_t forks);

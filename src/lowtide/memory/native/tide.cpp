@@ -257,7 +257,8 @@ int64_t lt_shrink() {
 
 // leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges, bytes away;
 // bytes discarded, calls that ran again, ns that took, trials, ranges that were not discarded; bytes in slow memory, the
-// most of them, ns charged, operators that touched them, bytes that migrated there and back, bytes that were made there
+// most of them, ns charged, operators that touched them, bytes that migrated there and back, bytes that were made there,
+// bytes that moved within it
 void lt_range_counters(int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   const RangeCounters& c = ranges().counted;
@@ -267,7 +268,8 @@ void lt_range_counters(int64_t* out) {
   int64_t values[] = {c.leaving, c.arriving, c.written, c.read,   c.released,       c.faults,
                       c.write_faults, c.touches, c.waits, c.wait_ns, c.beyond, ranges().count(),
                       away, r.discarded, r.calls, r.ns, r.trials, r.refused,
-                      c.slow, c.peak_slow, c.charged_ns, c.in_place, c.placed, c.fetched, c.born_slow};
+                      c.slow, c.peak_slow, c.charged_ns, c.in_place, c.placed, c.fetched, c.born_slow,
+                      c.compacted};
   std::memcpy(out, values, sizeof(values));
 }
 

@@ -64,6 +64,34 @@ class Extents {
     return used_;
   }
 
+  // What is left, in however many pieces; a large number where no bound is known.
+  int64_t room() const {
+    return capacity_ < 0 ? INT64_MAX - used_ : capacity_ - used_;
+  }
+
+  // How many free bytes lie right before `offset`.
+  int64_t free_before(int64_t offset) const {
+    auto after = by_start_.lower_bound(offset);
+    if (after == by_start_.begin()) return 0;
+    auto [start, length] = *std::prev(after);
+    return start + length == offset ? length : 0;
+  }
+
+  // Move an extent down by all bytes that are free right before it. Returns its new offset.
+  int64_t slide(int64_t offset, int64_t n) {
+    int64_t to = offset - free_before(offset);
+    give(offset, n);
+    used_ += n;
+    if (to == end_) {
+      end_ += n;
+      return to;
+    }
+    int64_t length = by_start_.at(to);
+    remove(to, length);
+    if (length > n) add(to + n, length - n);
+    return to;
+  }
+
  private:
   void add(int64_t offset, int64_t n) {
     by_start_.emplace(offset, n);
