@@ -156,6 +156,16 @@ def test_full_slow_memory_leaves_the_rest_to_the_tier_below(opened: Opened, tmp_
     assert torch.equal(first, pattern(3 * MIB, 1))
 
 
+def test_checksums_say_nothing_of_what_changed_in_place(opened: Opened, tmp_path: Path) -> None:
+    engine = opened(slow_memory(), files(tmp_path), budget=64 * MIB, verify=True)
+    x = filled(MIB)
+    place(engine, x)
+    x.fill_(7)
+    fetch(engine, x)
+    assert bool((x == 7).all())
+    assert engine.memory.take_errors() == (None, "")
+
+
 def test_slow_memory_in_pieces_is_put_together(opened: Opened, tmp_path: Path) -> None:
     engine = opened(slow_memory(capacity_bytes=8 * MIB), files(tmp_path), budget=64 * MIB)
     parts = [filled(MIB, seed=seed) for seed in range(8)]

@@ -138,7 +138,8 @@ class CpuTide(Tide):
             memory.announce(True)
             self._recorder.start(static_bytes=usage.held_bytes)
         else:
-            memory.announce(self._timed or self._under_pressure or usage.counted.away > 0)
+            elsewhere = usage.counted.away + usage.counted.slow
+            memory.announce(self._timed or self._under_pressure or elsewhere > 0)
         memory.native.grad_forget()
         memory.native.step_begin(self._next_plan)
         self._started = time.perf_counter()

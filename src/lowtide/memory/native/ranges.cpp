@@ -233,7 +233,7 @@ bool Ranges::settle_slow(Range* range, char* window) {
   if (!done) return false;
   range->place = Place::kSlow;
   range->writable = true;
-  range->dirty = false;
+  range->dirty = range->summed = false;  // whoever writes there changes its slot, and no checksum knows
   count_slow(range->bytes);
   if (range->liens > 0 || is_shared(range->slot_forks)) protect(range);
   progress();
@@ -330,6 +330,7 @@ void Ranges::fetch_slow_waiting(int64_t serial, std::unique_lock<std::mutex>& gu
   int64_t began_ns = 0;
   for (;;) {
     Range* range = of_serial(serial);
+    if (range && range->place == Place::kLeaving) call_back(range);
     if (!range || range->place != Place::kSlow || range->pins > 0) break;
     if (fetch_slow(range)) {
       hurry(range->transfer);
@@ -661,6 +662,16 @@ bool Ranges::discard(Range* range) {
 }
 
 void Ranges::transplant(Range* from, Range* to) {
+  if (from->place == Place::kSlow) {  // there was no room in fast memory: its slot is the other's from here on
+    give_slot(to->slot, to->bytes, to->slot_forks);
+    to->slot = from->slot;
+    to->slot_forks = from->slot_forks;
+    from->slot = Slot{};
+    from->place = Place::kAway;
+    count_slow(-from->bytes);
+    TORCH_CHECK(settle_slow(to, nullptr), "lowtide: what was made again cannot be mapped in its place");
+    return;
+  }
   char* away = pages().detach(from->start, from->bytes, from->writable);
   TORCH_CHECK(away, "lowtide: what was made again cannot be moved to its place");
   from->place = Place::kAway;
