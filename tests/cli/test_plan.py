@@ -9,8 +9,8 @@ import pytest
 from lowtide import registry
 from lowtide.cli import main
 from lowtide.core.machine import Link
-from lowtide.core.serialize import save
-from lowtide.core.trace import Trace
+from lowtide.core.serialize import load_trace, save
+from lowtide.core.trace import Reach, Trace
 from lowtide.estimate.calibrate import save_machine
 from lowtide.testing.traces import chain_trace, machine_of
 
@@ -156,3 +156,23 @@ def test_with_a_machine_a_plan_has_its_times_and_its_link(
     assert (slow["machine"], slow["times"]) == ("v100", "predicted for v100")
     assert float(str(fast["step_s"])) < float(str(slow["step_s"]))
     assert told(capsys, str(path))["times"] == "measured"
+
+
+def test_slow_memory_is_planned_for_where_the_machine_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    step = Path(__file__).parents[1] / "data" / "gpt.trace"
+    trace = load_trace(step)
+    ops = tuple(replace(op, flops=1 + int(1e9 * op.duration_s)) for op in trace.ops)
+    trace = replace(trace, ops=ops, reach=Reach.TOUCHED, saves=())
+    path = tmp_path / "step.trace"
+    save(trace, path)
+    below = str(trace.floor_bytes() // 2)
+    answer = told(capsys, "--budget", below, "--machine", "optane", "--policy", "first_touch", str(path))
+    assert answer["places"]
+    assert answer["placed_bytes"]
+    assert answer["predicted_slow_s"]
+    assert main(["plan", "--budget", below, "--machine", "optane", "--policy", "first_touch", str(path)]) == 0
+    assert "in slow memory" in capsys.readouterr().out
+    assert main(["plan", "--budget", below, "--machine", "v100", "--policy", "first_touch", str(path)]) == 2

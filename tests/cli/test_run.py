@@ -63,14 +63,16 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         return STATS
 
     install(run_script)
-    options = ["--budget=cpu=1GiB,disk=2GiB", "--spill", str(tmp_path), "--policy", "lru", "--verify", "--recompute"]
+    options = ["--budget=cpu=1GiB,disk=2GiB,slow=3GiB", "--spill", str(tmp_path), "--slow", "cxl:?emulate=cxl"]
+    options += ["--policy", "lru", "--verify", "--recompute"]
     assert main(["run", *options, str(script), "--epochs", "3", "--help", "-x"]) == 0
     assert callable(seen.pop("on_forked_step"))
     assert seen == {
         "path": script,
         "argv": ["--epochs", "3", "--help", "-x"],
-        "budget": {"cpu": "1GiB", "disk": "2GiB"},
+        "budget": {"cpu": "1GiB", "disk": "2GiB", "slow": "3GiB"},
         "spill": str(tmp_path),
+        "slow": "cxl:?emulate=cxl",
         "policy": "lru",
         "verify": True,
         "recompute": True,
@@ -98,6 +100,18 @@ def test_what_a_codec_left_to_write_is_told(install: Install, script: Path, caps
     install(lambda *_, **__: STATS | {"disk_written_bytes": 3 * 2**20})
     assert main(["run", "--budget=1GiB", str(script)]) == 0
     assert "swapped out 5.00 MiB, in 4.00 MiB; written to disk 3.00 MiB" in capsys.readouterr().err
+
+
+def test_what_slow_memory_held_and_cost_is_told(
+    install: Install, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(lambda *_, **__: STATS | {"slow_bytes": 0, "peak_slow_bytes": 7 * 2**20, "in_place_ops": 9, "slow_s": 0.25})
+    assert main(["run", "--budget=1GiB", "--slow", "cxl:", str(script)]) == 0
+    told = capsys.readouterr().err
+    assert "slow memory cxl:, spill to" in told
+    assert "slow memory held 7.00 MiB at most; 9 operators used it in place, 250.0 ms longer for that" in told
+    assert main(["run", "--budget=1GiB", "--slow", "/mnt", str(script)]) != 0
+    assert "cannot read '/mnt' as slow memory" in capsys.readouterr().err
 
 
 def test_what_is_not_managed_is_named(install: Install, script: Path, capsys: pytest.CaptureFixture[str]) -> None:

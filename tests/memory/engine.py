@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from lowtide.memory.native import Native, load
-from lowtide.memory.native.bindings import Place
+from lowtide.memory.native.bindings import Place, SlowRates
 from lowtide.memory.ranges import RangeMemory
 from lowtide.tiers import FileMedium, PlainMedium
 from lowtide.tiers.medium import Medium
+from lowtide.tiers.slow import SlowMedium, open_slow
 
 KIB, MIB = 2**10, 2**20
 PATIENCE_S = 60.0  # far more than anything takes: a test that waits so long hangs
@@ -82,11 +83,13 @@ class Engine:
         verify: bool = False,
         threads: int = 2,
         announcing: bool = True,
+        slow: SlowRates | None = None,
     ) -> None:
         gc.collect()
         self.native: Native = load()
         named = {f"{medium.name}{number or ''}": medium for number, medium in enumerate(media)}
-        self.memory = RangeMemory(named, least_bytes=least, verify=verify, threads=threads)
+        in_place = {name: slow or SlowRates() for name, medium in named.items() if isinstance(medium, SlowMedium)}
+        self.memory = RangeMemory(named, least_bytes=least, verify=verify, threads=threads, slow=in_place)
         self.media = media
         try:
             self.memory.open(budget)
@@ -200,6 +203,13 @@ def poke(tensor: torch.Tensor, value: int, offset: int = 0) -> None:
 def files(directory: Path, **settings: Any) -> FileMedium:
     """Return a spill file in `directory`."""
     return FileMedium([directory], **settings)
+
+
+def slow_memory(**settings: Any) -> SlowMedium:
+    """Return slow memory that is this machine's own, and charges nothing."""
+    medium = open_slow("cxl:", **settings)
+    medium.emulation = None
+    return medium
 
 
 # ---- other processes ----

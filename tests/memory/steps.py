@@ -9,7 +9,7 @@ import torch
 from lowtide.residency.range_schedule import ActionKind
 from tests.memory.engine import Engine
 
-LEAVE, FETCH, DISCARD, REMAKE = map(int, ActionKind)
+LEAVE, FETCH, DISCARD, REMAKE, PLACE, LANDED, RETURN = map(int, ActionKind)
 
 
 class Step:
@@ -18,7 +18,7 @@ class Step:
     def __init__(self, engine: Engine, names: Sequence[str]) -> None:
         self.engine = engine
         self.names = [engine.native.name_id(name) for name in names]
-        self.storages: list[tuple[int, int, int, int, int, int]] = []
+        self.storages: list[tuple[int, int, int, int, int, int, int]] = []
         self.uses: list[tuple[int, ...]] = []
         self.actions: list[tuple[int, int, int, int, int]] = []
         self.remade: list[tuple[int, ...]] = []
@@ -27,12 +27,31 @@ class Step:
         """Add a storage from before."""
         return self._add((self.engine.memory.serial_of(tensor), -1, -1), tensor.nbytes, uses, tier, again)
 
-    def born(self, after: int, number: int, nbytes: int, *uses: int, tier: int = 0) -> int:
-        """Add the `number`-th large block made since operator `after` began."""
-        return self._add((-1, after, number), nbytes, uses, tier, False)
+    def born(
+        self,
+        after: int,
+        number: int,
+        nbytes: int,
+        *uses: int,
+        tier: int = 0,
+        slow: int | None = None,
+        again: bool = False,
+    ) -> int:
+        """Add the `number`-th large block made since operator `after` began; `slow`: in which slow memory."""
+        return self._add((-1, after, number), nbytes, uses, tier, again, slow)
 
-    def _add(self, key: tuple[int, int, int], nbytes: int, uses: Sequence[int], tier: int, again: bool) -> int:
-        self.storages.append((*key, nbytes, self.engine.memory.first_tier + tier, int(again)))
+    def _add(
+        self,
+        key: tuple[int, int, int],
+        nbytes: int,
+        uses: Sequence[int],
+        tier: int,
+        again: bool,
+        slow: int | None = None,
+    ) -> int:
+        first = self.engine.memory.first_tier
+        birth = -1 if slow is None else first + slow
+        self.storages.append((*key, nbytes, first + tier, int(again), birth))
         self.uses.append(tuple(uses))
         return len(self.storages) - 1
 

@@ -48,6 +48,10 @@ def test_the_page_holds_the_timelines_figures_exactly() -> None:
         for name, value in shown["figures"].items():
             assert value == getattr(step.timeline, name), name
         assert shown["memory"]["live"] == [nbytes for _, nbytes in step.timeline.memory]
+        held = {tier["tier"]: list(zip(tier["at"], tier["held"], strict=True)) for tier in shown["tiers"]}
+        assert held == {
+            tier: [(round(at_s * 1e9), nbytes) for at_s, nbytes in curve] for tier, curve in step.timeline.tiers.items()
+        }
         assert shown["spans"]["start"] == [round(span.start_s * 1e9) for span in step.timeline.spans]
         assert len(shown["journeys"]) == len(journeys(focus.problem.trace, step.plan, step.timeline))
         assert all(journey["why"] for journey in shown["journeys"])
@@ -218,6 +222,7 @@ def test_hovering_tells_what_is_there(page: Page) -> None:
     shown = page.run("byId('tip').textContent")
     assert "live" in shown
     assert "free in the budget" in shown
+    assert "in spill" in shown
     lane = page.run("page.chart.laneTop(0)")
     page.mouse("mouseMoved", left + width / 2, top + lane + 10)
     names = {op.name.removeprefix("aten::").lstrip("_") for op in focus.problem.trace.ops}

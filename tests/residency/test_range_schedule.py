@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lowtide.capture.builder import Recorded
-from lowtide.core.machine import Link
-from lowtide.core.plan import Plan, Problem, Recompute, Swap
+from lowtide.core.machine import Access, Link
+from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Kind, Phase, Reach, Storage, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.verify import check
@@ -112,3 +112,57 @@ def test_what_is_discarded_is_made_again_by_its_list() -> None:
         Action(op=4, kind=ActionKind.FETCH, storage=1, tier="spill"),
         Action(op=5, kind=ActionKind.REMAKE, storage=0, tier="spill"),
     )
+
+
+# ---- slow memory ----
+
+
+def placed_actions(trace: Trace, *places: Place) -> tuple[list[tuple[int, ActionKind]], list[str | None]]:
+    """Return what places set off, as operators and kinds, and where the storages begin."""
+    plan = Plan(policy="test", budget_bytes=1000, places=places)
+    access = Access(read_bytes_per_s=100.0, write_bytes_per_s=100.0)
+    link = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0, access=access)
+    check(plan, Problem(trace=trace, machine=machine_of(link), budget_bytes=1000, can_place=True))
+    births = tuple((block.first_op, 0) if block.first_op >= 0 else None for block in trace.storages)
+    recorded = Recorded(
+        trace=trace, positions=(), use_events=(), serials=tuple(range(len(trace.storages))), births=births
+    )
+    schedule = compile_ranges(plan, recorded, tier="spill")
+    return [(one.op, one.kind) for one in schedule.actions], [one.begins_in for one in schedule.storages]
+
+
+def one_storage(block: Storage, *touches: int) -> Trace:
+    steps = [
+        Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=(0,) if k in touches else (), writes=())
+        for k in range(8)
+    ]
+    return make_trace(steps, [block], (), reach=Reach.TOUCHED)
+
+
+FOREVER = Storage(nbytes=10, kind=Kind.PARAM, first_op=-1, last_op=8)
+ACTIVATION = Storage(nbytes=10, kind=Kind.ACTIVATION, first_op=1, last_op=6, producer=1)
+
+
+def test_what_is_born_in_slow_memory_does_not_migrate_there_and_comes_back_where_the_plan_says() -> None:
+    trace = one_storage(ACTIVATION, 1, 3, 6)
+    there = Place(storage=0, tier="spill", from_op=1, until_op=6, fetch_op=5)
+    assert placed_actions(trace, there) == ([(5, ActionKind.FETCH), (6, ActionKind.RETURN)], ["spill"])
+    for_life = Place(storage=0, tier="spill", from_op=1, until_op=7)
+    assert placed_actions(trace, for_life) == ([], ["spill"])
+
+
+def test_who_waits_for_a_migration_does_so_before_anything_takes_its_room() -> None:
+    there = Place(storage=0, tier="spill", from_op=2, until_op=6, landed_op=2)
+    expected = [(2, ActionKind.PLACE), (2, ActionKind.LANDED), (6, ActionKind.RETURN)]
+    assert placed_actions(one_storage(ACTIVATION, 1, 6), there) == (expected, [None])
+
+
+def test_a_parameter_that_is_there_in_every_step_stays() -> None:
+    there = Place(storage=0, tier="spill", from_op=0, until_op=8)
+    assert placed_actions(one_storage(FOREVER, 2, 5), there) == ([(0, ActionKind.PLACE)], ["spill"])
+
+
+def test_a_parameter_may_be_there_across_the_end_of_the_step() -> None:
+    there = Place(storage=0, tier="spill", from_op=6, until_op=10, fetch_op=9)
+    expected = [(1, ActionKind.FETCH), (2, ActionKind.RETURN), (6, ActionKind.PLACE)]
+    assert placed_actions(one_storage(FOREVER, 2, 5), there) == (expected, ["spill"])

@@ -155,7 +155,7 @@ def read_budget(text: str) -> BudgetLike:
             raise BadArgument(f"cannot read {part!r} in the budget: write tiers as {_TIERS_EXAMPLE}")
         if name in tiers:
             raise BadArgument(f"the budget names {name!r} twice: keep one of the two")
-        if name not in ("cpu", "disk") and not names_accelerator({name: value}):
+        if name not in ("cpu", "disk", "slow") and not names_accelerator({name: value}):
             raise BadArgument(
                 f"unknown tier {name!r} in the budget: the tiers are cpu (memory), disk (the spill) and, for a model "
                 f"on an accelerator, device or its name such as cuda:0; write {_TIERS_EXAMPLE}"

@@ -33,17 +33,20 @@ def command(
 
     Runs nothing. Without --machine, operators take the trace's times and the disk is the one that 'lowtide probe'
     measured, or an ordinary one if that was never run; with it, both are the named machine's. A budget below the floor
-    is refused with exit code 2.
+    is refused with exit code 2, unless the machine has slow memory that operators use in place.
 
     \b
     Examples:
       lowtide plan --floor step.trace
       lowtide plan --budget 2GiB step.trace
       lowtide plan --budget 8GiB --machine v100 step.trace
+      lowtide plan --budget 8GiB --machine optane --policy deeptm step.trace
       lowtide plan --budget 2GiB --policy swap_all --json step.trace
     """
     if floor_only and budget is not None:
         raise BadArgument("--floor and --budget ask different questions: pass one of them")
+    from lowtide.report.case import can_place
+
     check_budget(budget)
     policy = check_policy(policy)
     target = read_machine(machine)
@@ -60,9 +63,10 @@ def command(
         else:
             _print_need(trace, floor_only=floor_only)
         return 0
-    if budget_bytes < trace.floor_bytes() and not as_json:
-        _print_need(trace, floor_only=False)  # the figures are the answer to a budget that is too small
-    check_floor(trace, budgets_bytes=[budget_bytes])
+    if not can_place(trace, target):
+        if budget_bytes < trace.floor_bytes() and not as_json:
+            _print_need(trace, floor_only=False)  # the figures are the answer to a budget that is too small
+        check_floor(trace, budgets_bytes=[budget_bytes])
     warn_of_mixed_times(trace, [target], keep_times=True)
     plan = _plan(trace, target, budget_bytes=budget_bytes, policy=policy)
     if as_json:
@@ -77,8 +81,9 @@ def _plan(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> 
     from lowtide import registry
     from lowtide.core.plan import Problem
     from lowtide.plan import verify
+    from lowtide.report.case import can_place
 
-    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
+    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes, can_place=can_place(trace, machine))
     plan = registry.policy(policy).plan(problem)
     # A reactive policy decides when memory runs out: it predicts nothing, and there is nothing to verify.
     if plan.prediction is not None:
@@ -112,11 +117,18 @@ def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
         "swaps": len(plan.swaps),
         "swapped_bytes": sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps),
         "recomputes": len(plan.recomputes),
+        "places": len(plan.places),
+        "placed_bytes": _placed_bytes(trace, plan),
+        "predicted_slow_s": None if prediction is None else prediction.slow_s,
         "predicted_peak_bytes": None if prediction is None else prediction.peak_bytes,
         "predicted_step_s": None if prediction is None else prediction.step_s,
         "predicted_stall_s": None if prediction is None else prediction.stall_s,
         "notes": list(plan.notes),
     }
+
+
+def _placed_bytes(trace: Trace, plan: Plan) -> int:
+    return sum(trace.storages[one.storage].nbytes if one.nbytes is None else one.nbytes for one in plan.places)
 
 
 def _origin(trace: Trace) -> str:
@@ -158,6 +170,11 @@ def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
             3,
             ("predicted step", f"{format_seconds(plan.prediction.step_s)}, {slower:.2f}x unmanaged, {stalled}"),
         )
+    if plan.places:
+        placed = f"{len(plan.places)} stays, {format_bytes(_placed_bytes(trace, plan))}"
+        if plan.prediction is not None:
+            placed += f"; operators take {format_seconds(plan.prediction.slow_s)} longer"
+        rows.insert(2, ("in slow memory", placed))
     if plan.recomputes:
         rows.insert(2, ("recomputes", f"{len(plan.recomputes)} of {len(trace.gaps())} gaps"))
     rows.extend(("note", note) for note in plan.notes)

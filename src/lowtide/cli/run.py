@@ -34,6 +34,7 @@ from lowtide.launch.program import Beside, Here, find_program
 from lowtide.launch.settings import Settings, leave
 from lowtide.launch.startup import escape_of, forked_step_of, rank
 from lowtide.memory.budget import device_count
+from lowtide.tiers.slow import check_slow
 
 _CAPACITY = "2GiB"
 _EXIT_FAILED = 1
@@ -44,6 +45,9 @@ _EXIT_FAILED = 1
     "--budget", metavar="B", help="Tensor memory of each process: 2GiB, auto, 50% of auto, or cpu=2GiB,disk=40GiB."
 )
 @click.option("--spill", multiple=True, metavar="DIR", help="Where to spill; repeat it to stripe over several disks.")
+@click.option(
+    "--slow", metavar="URL", help="Memory that operators use in place, beside the budget: pmem:///PATH, cxl: or numa:1."
+)
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option(
     "--recompute/--no-recompute",
@@ -70,6 +74,7 @@ def command(
     *,
     budget: str | None,
     spill: tuple[str, ...],
+    slow: str | None,
     policy: str,
     verify: bool,
     recompute: bool | None,
@@ -96,6 +101,7 @@ def command(
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
       lowtide run --budget 4GiB --serve generate.py
+      lowtide run --budget cpu=4GiB,slow=64GiB --slow pmem:///mnt/pmem train.py
       lowtide run --budget cuda:0=6GiB,cuda:1=10GiB --spill /fast/disk train.py
       lowtide run --emulate v100 --capacity 2GiB train.py
     """
@@ -116,12 +122,15 @@ def command(
         check_module(str(program.program))
     where = spill_locations(spill)
     check_spill(where)
+    if slow is not None:
+        check_slow(slow)
     policy = check_policy(policy)
     check_output(json_path, others=[path])
     warn_of_memory(where)
     settings = Settings(
         budget=wanted,
         spill=spill,
+        slow=slow,
         policy=policy,
         verify=verify,
         recompute=recompute,
@@ -169,6 +178,7 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
                 list(program.arguments),
                 budget=budget,
                 spill=settings.location,
+                slow=settings.slow,
                 policy=settings.policy,
                 verify=settings.verify,
                 recompute=settings.recompute,
@@ -200,7 +210,8 @@ def _beside(program: Beside, settings: Settings, *, where: Sequence[str]) -> dic
 
 
 def _choices(settings: Settings, where: Sequence[str]) -> str:
-    return f"spill to {', '.join(where)}, policy {settings.policy}{', verify' * settings.verify}"
+    slow = "" if settings.slow is None else f"slow memory {settings.slow}, "
+    return f"{slow}spill to {', '.join(where)}, policy {settings.policy}{', verify' * settings.verify}"
 
 
 @contextmanager
@@ -282,6 +293,11 @@ def _process_lines(stats: Mapping[str, Any]) -> list[str]:
     if "disk_written_bytes" in stats:  # a codec, or pinned memory in between: the disk sees less
         moved += f"; written to disk {format_bytes(stats['disk_written_bytes'])}"
     lines = [steps, f"{peak}; {moved}"]
+    if "slow_bytes" in stats:
+        lines.append(
+            f"slow memory held {format_bytes(stats['peak_slow_bytes'])} at most; {stats['in_place_ops']} operators "
+            f"used it in place, {format_seconds(stats['slow_s'])} longer for that"
+        )
     for name, one in stats.get("devices", {}).items():
         there = f"{name}: peak {format_bytes(one['peak_bytes'])} of {format_bytes(one['budget_bytes'])}"
         went, came = format_bytes(one["swapped_out_bytes"]), format_bytes(one["swapped_in_bytes"])

@@ -24,7 +24,7 @@ from typing import Any
 from lowtide.core.encode_machine import decode_machine, encode_machine
 from lowtide.core.fields import Damaged, Fields
 from lowtide.core.files import write_whole
-from lowtide.core.machine import MACHINE_VERSION, Link, Machine
+from lowtide.core.machine import MACHINE_VERSION, Access, Link, Machine
 from lowtide.errors import TraceError
 from lowtide.estimate.predictors.loggp import fit_line
 from lowtide.tiers.medium import Medium
@@ -157,6 +157,34 @@ def measure_compute() -> Compute:
     target = torch.empty_like(source)
     copy_s = _best(lambda: target.copy_(source))
     return Compute(matmul_flop_per_s=2 * side**3 / matmul_s, copy_bytes_per_s=source.nbytes / copy_s)
+
+
+def measure_memory_bytes_per_s() -> float:
+    """Measure what this machine's memory delivers to a copy, which reads and writes each byte, in a quarter second."""
+    import torch
+
+    with torch.inference_mode(mode=False):
+        source = torch.full((8 * 2**20,), 0.5, device="cpu")
+        target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(lambda: target.copy_(source))
+
+
+def measure_access(fd: int, *, memory_bytes_per_s: float) -> Access:
+    """Measure how fast operators read and write a file in place, over 32 MiB at its beginning, which are lost."""
+    import torch
+
+    nbytes = 32 * 2**20
+    os.posix_fallocate(fd, 0, nbytes)
+    with torch.inference_mode(mode=False):
+        there = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.float32)  # unmapped when forgotten
+        here = torch.full_like(there, 0.5, device="cpu")
+    write_s = _best(lambda: there.copy_(here))
+    read_s = _best(lambda: here.copy_(there))
+    beside_s = nbytes / memory_bytes_per_s  # the half of the copy that passes through fast memory
+    return Access(
+        read_bytes_per_s=nbytes / max(read_s - beside_s, read_s / 2),
+        write_bytes_per_s=nbytes / max(write_s - beside_s, write_s / 2),
+    )
 
 
 def measure_machine(medium: Medium, *, compute: Compute | None = None) -> Machine:

@@ -24,6 +24,7 @@ class Settings:
 
     budget: BudgetLike
     spill: tuple[str, ...] = ()
+    slow: str | None = None
     policy: str = "auto"
     verify: bool = False
     recompute: bool | None = None

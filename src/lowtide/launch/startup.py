@@ -156,6 +156,7 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
         inside(
             budget=settings.budget,
             spill=settings.location,
+            slow=settings.slow,
             policy=settings.policy,
             verify=settings.verify,
             recompute=settings.recompute,

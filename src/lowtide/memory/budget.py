@@ -38,7 +38,7 @@ BudgetLike = int | str | Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """A budget in bytes for each tier; `disk_bytes` None means as much as the disk has.
+    """A budget in bytes for each tier; `disk_bytes` and `slow_bytes` None mean as much as there is.
 
     Fast memory is the CPU's, or an accelerator's where the budget is stated for one: then `host_bytes` is for the
     pinned memory below it (None: not stated), and `devices` are the budgets of single devices, such as ("cuda:1",
@@ -47,6 +47,7 @@ class Budgets:
 
     fast_bytes: int
     disk_bytes: int | None = None
+    slow_bytes: int | None = None
     host_bytes: int | None = None
     devices: tuple[tuple[str, int], ...] = ()
 
@@ -162,15 +163,16 @@ def parse_budget(budget: BudgetLike, *, held_bytes: int = 0, root: Path = Path("
     """
     if not isinstance(budget, Mapping):
         return Budgets(fast_bytes=_fast_bytes(budget, held_bytes=held_bytes, root=root))
-    unknown = [key for key in budget if key not in ("cpu", "disk")]
+    unknown = [key for key in budget if key not in ("cpu", "disk", "slow")]
     if unknown:
         raise BadArgument(f"unknown tier {unknown[0]!r} in the budget: use 'cpu' and 'disk', as in {_EXAMPLE}")
     if "cpu" not in budget:
         raise BadArgument(f"the budget names no 'cpu' bytes: state them, as in {_EXAMPLE}")
-    disk = budget.get("disk")
+    disk, slow = budget.get("disk"), budget.get("slow")
     return Budgets(
         fast_bytes=_fast_bytes(budget["cpu"], held_bytes=held_bytes, root=root),
         disk_bytes=None if disk is None else _positive_bytes(disk, what="disk budget"),
+        slow_bytes=None if slow is None else _positive_bytes(slow, what="slow memory's budget"),
     )
 
 

@@ -25,7 +25,16 @@ from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
 from lowtide.memory.loader_workers import LoaderWorkers
 from lowtide.memory.native import Native, load
-from lowtide.memory.native.bindings import CORRUPTED, LOST, NOT_REMADE, SHORT_READ, Place, RangeCounters, Trouble
+from lowtide.memory.native.bindings import (
+    CORRUPTED,
+    LOST,
+    NOT_REMADE,
+    SHORT_READ,
+    Place,
+    RangeCounters,
+    SlowRates,
+    Trouble,
+)
 from lowtide.tiers.file import create_unnamed
 from lowtide.tiers.medium import Medium
 
@@ -51,7 +60,10 @@ class RangeUsage:
 
 
 class RangeMemory:
-    """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`."""
+    """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`.
+
+    `slow`: those that operators use in place, and what that costs.
+    """
 
     device = torch.device("cpu")
     reach = Reach.TOUCHED
@@ -64,6 +76,7 @@ class RangeMemory:
         order: Order = Order.OLDEST,
         verify: bool = False,
         threads: int = 2,
+        slow: Mapping[str, SlowRates] | None = None,
     ) -> None:
         self.native = load()
         self.least_bytes = least_bytes
@@ -76,13 +89,15 @@ class RangeMemory:
         self._wanted_back = False
         self._sounding_fd: int | None = None
         self._inherited = _take_over(self.native)
-        for medium in self._media.values():
+        self._slow = dict(slow or {})
+        for name, medium in self._media.items():
             files = medium.files
             self.native.tier_add(
                 fds=() if files is None else files.fds,
                 stripe_bytes=1 if files is None else files.stripe_bytes,
                 capacity_bytes=medium.capacity_bytes,
                 medium=self._caller(medium) if files is None else None,
+                slow=self._slow.get(name),
             )
         self.native.order(order)
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
@@ -132,7 +147,7 @@ class RangeMemory:
         memory, counted = self.native.counters(), self.native.range_counters()
         return RangeUsage(
             live_bytes=memory.live_bytes,
-            held_bytes=memory.live_bytes + counted.away,
+            held_bytes=memory.live_bytes + counted.away + counted.slow,
             peak_bytes=memory.peak_live_bytes,
             reserved_bytes=memory.reserved_bytes,
             peak_reserved_bytes=memory.peak_reserved_bytes,
@@ -145,8 +160,27 @@ class RangeMemory:
         return self.usage().held_bytes
 
     def figures(self) -> dict[str, object]:
-        """Return what the media count themselves."""
-        return {name: value for medium in self._media.values() for name, value in medium.figures().items()}
+        """Return what the media count themselves, and what went on in slow memory."""
+        found = {name: value for medium in self._media.values() for name, value in medium.figures().items()}
+        return found | (self._slow_figures() if self._slow else {})
+
+    def _slow_figures(self) -> dict[str, object]:
+        counted = self.native.range_counters()
+        number = self.first_tier + self.tiers.index(next(iter(self._slow)))
+        moved = self.native.tier_counters(number)
+        return {
+            "slow_bytes": counted.slow,
+            "peak_slow_bytes": counted.peak_slow,
+            "slow_held_bytes": moved.held_bytes,
+            "placed_bytes": counted.placed,
+            "fetched_bytes": counted.fetched,
+            "born_slow_bytes": counted.born_slow,
+            "compacted_bytes": counted.compacted,
+            "migration_runs": moved.runs,
+            "migration_run_bytes": moved.run_bytes / moved.runs if moved.runs else 0.0,
+            "in_place_ops": counted.in_place,
+            "slow_s": counted.charged_ns / 1e9,
+        }
 
     # ---- observation ----
 
@@ -289,10 +323,15 @@ class RangeMemory:
         """
         if os.getpid() != self._pid:
             return  # a forked child has no movers and no budget; the spill is its parent's
-        if self.usage().counted.away > _room_bytes():
+        if self._absent_bytes() > _room_bytes():
             self.linger(wanted_back=True)
             return
         self._stop()
+
+    def _absent_bytes(self) -> int:
+        """Return the bytes that fast memory would have to hold besides."""
+        counted = self.usage().counted
+        return counted.away + counted.slow
 
     def linger(self, *, wanted_back: bool = False) -> None:
         """Stay inside the budget until another memory takes the ranges over.
@@ -334,7 +373,7 @@ class RangeMemory:
 
     def give_over(self) -> tuple[Medium, ...]:
         """Leave the ranges to another memory; return the media that they may be on, which it closes from here on."""
-        if self._wanted_back and self.usage().counted.away <= _room_bytes():
+        if self._wanted_back and self._absent_bytes() <= _room_bytes():
             self._stop()
             return ()
         self._lend_no_more()

@@ -162,10 +162,16 @@ def _step(problem: Problem, settled: Settled, *, most: int) -> dict[str, Any]:
             "cause": cause,
         },
         "memory": {"at": [_ns(at_s) for at_s, _ in memory], "live": [live_bytes for _, live_bytes in memory]},
+        "tiers": [_tier(tier, timeline, most=most) for tier in timeline.tiers],
         "journeys": _largest(found),
         "absences": len(found),
         "ways": Counter(journey["way"] for journey in found),
     }
+
+
+def _tier(tier: str, timeline: Timeline, *, most: int) -> dict[str, Any]:
+    held = thin_memory(timeline.tiers[tier], step_s=timeline.step_s, most=most)
+    return {"tier": tier, "at": [_ns(at_s) for at_s, _ in held], "held": [nbytes for _, nbytes in held]}
 
 
 def _largest(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

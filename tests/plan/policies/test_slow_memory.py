@@ -15,7 +15,7 @@ from lowtide.core.machine import Access, Link, Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
 from lowtide.estimate import machine
-from lowtide.plan.policies.autotm import AutoTm, AutoTmAsynchronous, AutoTmStatic, Mode, solve
+from lowtide.plan.policies.autotm import AutoTm, AutoTmAsynchronous, AutoTmStatic, Mode, best_round, solve
 from lowtide.plan.policies.bandwidth_aware import BandwidthAware, fast_fraction
 from lowtide.plan.policies.cori import dominant_reuse, tuned
 from lowtide.plan.policies.sentinel import Profile, Sentinel
@@ -272,3 +272,11 @@ def test_a_hardware_cache_waits_for_its_misses() -> None:
     assert plan.prediction is not None
     assert plan.prediction.stall_s > 0
     assert plan.prediction.moved_in_bytes > 0
+
+
+def test_autotm_keeps_its_best_round_whichever_it_was() -> None:
+    problem = problem_of(0.5)
+    memory = SlowMemory(problem)
+    good = list(registry.policy("first_touch").plan(problem).places)
+    worse = [memory.for_life(storage) for storage in memory.lives]
+    assert best_round(problem, [good, worse]) == best_round(problem, [worse, good]) == good

@@ -166,7 +166,8 @@ class CpuTide(Tide):
             memory.announce(True)
             self._recorder.start(static_bytes=usage.held_bytes)
         else:
-            memory.announce(self._timed or self._under_pressure or usage.counted.away > 0)
+            elsewhere = usage.counted.away + usage.counted.slow
+            memory.announce(self._timed or self._under_pressure or elsewhere > 0)
         memory.native.grad_forget()
         self._to_come_bytes = 0
         memory.sound(True)
@@ -228,6 +229,7 @@ class CpuTide(Tide):
             tier=self._memory.tiers[0],
             tiers=self._memory.tiers,
             can_recompute=self._recomputes,
+            can_place=bool(self._machine.addressable),
         )
         return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
 
@@ -278,6 +280,7 @@ class CpuTide(Tide):
                     one.nbytes,
                     tiers[one.tier],
                     int(one.leaves_again),
+                    -1 if one.begins_in is None else tiers[one.begins_in],
                 )
                 for one in schedule.storages
             ],
@@ -328,6 +331,7 @@ class CpuTide(Tide):
             "steps": len(self._step_s),
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
+            "planned_places": len(self._plan.places) if self._plan is not None else 0,
             "plan_revisions": self._revisions,
             "planned_recomputes": len(self._plan.recomputes) if self._plan is not None else 0,
             "recomputed_ops": usage.counted.calls_again,
@@ -357,6 +361,8 @@ class CpuTide(Tide):
 
     def machine_seen(self, device: str | None = None) -> Machine:
         self._check_device(device)
+        if self._machine.addressable:
+            return self._machine  # what moved, moved mostly to slow memory, whose rates are known
         links = {**self._machine.links, SPILL: link_seen(self._machine.links[SPILL], self.traffic())}
         return replace(self._machine, links=links, source="seen")
 

@@ -20,6 +20,7 @@ from lowtide.memory.budget import BudgetLike, Budgets, check_ranks
 from lowtide.plan.policy import ChoosesVictims, Policy
 from lowtide.tiers.medium import Medium
 from lowtide.tiers.open import Spill
+from lowtide.tiers.slow import Slow
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ def fit(
     *,
     budget: BudgetLike,
     spill: Spill = None,
+    slow: Slow = None,
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
@@ -39,11 +41,12 @@ def fit(
     `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
     "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}; for one
     on several, that much on each, or {"cuda:0": "6GiB", "cuda:1": "10GiB", ...}: "cpu" and "disk" are for all of them.
-    `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
-    keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
-    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
-    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
-    changed; they tell parameters from activations in traces and reports.
+    `spill`: a directory, a list of them (striped) or a tier URL. `slow`: memory that operators use in place, beside the
+    budget: "pmem:///path", "cxl:" or "numa:1"; budget={"cpu": ..., "slow": ...} bounds it. `policy`: a registered name
+    or an object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `recompute`:
+    whether the policy may run operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto"
+    only if told; under torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or
+    none) are not changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -52,6 +55,7 @@ def fit(
         optimizers,
         budget=budget,
         spill=spill,
+        slow=slow,
         policy=policy,
         verify=verify,
         recompute=recompute,
@@ -66,6 +70,7 @@ def open_tide(
     spill: Spill,
     policy: str | Policy,
     verify: bool,
+    slow: Slow = None,
     recompute: bool | None = None,
     moves_nothing: bool = False,
 ) -> Tide:
@@ -87,9 +92,15 @@ def open_tide(
             optimizers,
             budgets[0],
             spill=spill,
+            slow=slow,
             policy=registry.policy(policy),
             verify=verify,
             recompute=recompute,
+        )
+    if slow is not None:
+        raise BadArgument(
+            "slow memory is for trainings on the CPU, with a policy whose plans are followed natively and on Linux: "
+            "leave slow= out here"
         )
     with ExitStack() as opened:
         tides = []
@@ -128,11 +139,12 @@ def _on_pages(
     budgets: Budgets,
     *,
     spill: Spill,
+    slow: Slow,
     policy: Policy,
     verify: bool,
     recompute: bool | None,
 ) -> Tide:
-    opened = open_ranges(budgets, spill=spill, order=policy.about.victims, verify=verify)
+    opened = open_ranges(budgets, spill=spill, slow=slow, order=policy.about.victims, verify=verify)
     return CpuTide(
         models,
         optimizers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, NativeUnavailable
 from lowtide.estimate.calibrate import SPILL, assumed_machine
 from lowtide.estimate.links import machine_for
+from lowtide.estimate.slow_memory import SLOW, with_slow_memory
 from lowtide.execute.backends.protocol import Backend
 from lowtide.memory import ranges
 from lowtide.memory.budget import (
@@ -25,9 +26,12 @@ from lowtide.memory.budget import (
     parse_budget,
     parse_device_budget,
 )
+from lowtide.memory.native.bindings import SlowRates
 from lowtide.memory.ranges import RangeMemory
+from lowtide.memory.slow_rates import slow_rates
 from lowtide.tiers.medium import ALIGN_BYTES, Medium
 from lowtide.tiers.open import Spill, open_medium
+from lowtide.tiers.slow import Slow, open_slow
 
 # Where nobody states how much pinned memory may be used: half of what "auto" would take, for the rest of the program
 # lives in the same memory; and this much where not even that can be told.
@@ -111,19 +115,31 @@ def budgets_for(
     return [replace(one, host_bytes=share(one.host_bytes, one), disk_bytes=share(one.disk_bytes, one)) for one in found]
 
 
-def open_ranges(budgets: Budgets, *, spill: Spill, order: Order = Order.OLDEST, verify: bool = False) -> OpenedRanges:
-    """Return the CPU's memory, whose tensors may leave to `spill`. Raises `NativeUnavailable` before it opens that."""
+def open_ranges(
+    budgets: Budgets, *, spill: Spill, slow: Slow = None, order: Order = Order.OLDEST, verify: bool = False
+) -> OpenedRanges:
+    """Return the CPU's memory, whose tensors may leave to `spill`, and be used in `slow` memory.
+
+    Raises `NativeUnavailable` before it opens these.
+    """
     ranges.check_available()
-    medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
-    name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
-    try:
+    with ExitStack() as opened:
+        medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
+        opened.callback(medium.close)
         refuse_lossy(medium)
+        name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
         machine = machine_for(medium)
+        media: dict[str, Medium] = {SPILL: medium}
+        rates: dict[str, SlowRates] = {}
+        if slow is not None:
+            below = open_slow(slow, capacity_bytes=budgets.slow_bytes)
+            opened.callback(below.close)
+            machine = with_slow_memory(machine, below)
+            media, rates = {SLOW: below, **media}, {SLOW: slow_rates(machine, SLOW, below)}
+            name = f"{below.place}, {name}"
         least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
-        memory = RangeMemory({SPILL: medium}, least_bytes=least_bytes, order=order, verify=verify)
-    except BaseException:
-        medium.close()
-        raise
+        memory = RangeMemory(media, least_bytes=least_bytes, order=order, verify=verify, slow=rates)
+        opened.pop_all()
     return OpenedRanges(memory=memory, machine=machine, spill_name=name)
 
 

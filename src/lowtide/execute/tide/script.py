@@ -22,6 +22,7 @@ from lowtide.execute.tide.tide import Tide
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
 from lowtide.tiers.open import Spill
+from lowtide.tiers.slow import Slow
 
 Program = Path | str
 """A script by its path, or a module by its name."""
@@ -79,6 +80,7 @@ def inside(
     *,
     budget: BudgetLike,
     spill: Spill = None,
+    slow: Slow = None,
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
@@ -97,6 +99,7 @@ def inside(
         [],
         budget=budget,
         spill=spill,
+        slow=slow,
         policy=policy,
         verify=verify,
         recompute=recompute,
@@ -122,6 +125,7 @@ def run_script(
     *,
     budget: BudgetLike,
     spill: Spill = None,
+    slow: Slow = None,
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
@@ -136,6 +140,7 @@ def run_script(
     with inside(
         budget=budget,
         spill=spill,
+        slow=slow,
         policy=policy,
         verify=verify,
         recompute=recompute,

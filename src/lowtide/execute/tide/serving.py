@@ -16,6 +16,7 @@ from lowtide.execute.tide.tide import Tide
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
 from lowtide.tiers.open import Spill
+from lowtide.tiers.slow import Slow
 
 
 @contextmanager
@@ -24,6 +25,7 @@ def serve(
     *,
     budget: BudgetLike,
     spill: Spill = None,
+    slow: Slow = None,
     policy: str | Policy = "auto",
     verify: bool = False,
 ) -> Iterator[Tide]:
@@ -32,12 +34,12 @@ def serve(
     Call the model as ever: `model(x)`, `model.generate(...)`, a pipeline around it. Each call is a step: the first is
     watched, the next ones follow a plan that reads ahead, across the end of a call into the first layers of the next.
     What fits stays in memory. Weights are written to the spill once and only read from then on; whatever else takes
-    memory, a cache of keys and values among it, is inside the budget and may leave, too.
+    memory, a cache of keys and values among it, is inside the budget and may leave, too. `slow`: as in `lowtide.fit`.
     """
     if not isinstance(model, torch.nn.Module):
         raise BadArgument(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     with (
-        open_tide([model], [], budget=budget, spill=spill, policy=policy, verify=verify) as tide,
+        open_tide([model], [], budget=budget, spill=spill, slow=slow, policy=policy, verify=verify) as tide,
         tide.turning_refusals_into_errors(),
         _steps_of(tide, model),
     ):

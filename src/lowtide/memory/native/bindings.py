@@ -42,6 +42,7 @@ class Place(IntEnum):
     LEAVING = 1
     AWAY = 2
     ARRIVING = 3
+    SLOW = 4
 
 
 class State(IntEnum):
@@ -104,6 +105,10 @@ class RangeCounters:
 
     `calls_again` ran again for what was `discarded`, in `again_ns`. Of what a plan discards, `trials` were swapped the
     first time, to see whether they can be made again, and `not_discarded` were swapped because they could not.
+
+    `slow` bytes are in slow memory, in place, `peak_slow` at most; `in_place` operators touched them, which took them
+    `charged_ns` longer. `placed` bytes migrated there, `fetched` back, and `born_slow` were allocated there;
+    `compacted` moved within it.
     """
 
     leaving: int
@@ -124,6 +129,47 @@ class RangeCounters:
     again_ns: int
     trials: int
     not_discarded: int
+    slow: int
+    peak_slow: int
+    charged_ns: int
+    in_place: int
+    placed: int
+    fetched: int
+    born_slow: int
+    compacted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRates:
+    """What operators and migrations pay in slow memory, in bytes per second and seconds; slow.h says how.
+
+    All 0: the device is a real one, and takes the time that it takes.
+    """
+
+    read_bytes_per_s: float = 0.0
+    write_bytes_per_s: float = 0.0
+    mixed_share: float = 1.0
+    latency_s: float = 0.0
+    fast_bytes_per_s: float = 0.0
+    migrate_out_bytes_per_s: float = 0.0
+    migrate_in_bytes_per_s: float = 0.0
+    waited_out_bytes_per_s: float = 0.0
+    waited_in_bytes_per_s: float = 0.0
+    migrate_out_latency_s: float = 0.0
+    migrate_in_latency_s: float = 0.0
+    cache_bytes: int = 0
+    own_channel: bool = False
+    duplex: bool = False
+
+
+class TierCounters(NamedTuple):
+    """The bytes written to a tier, read from it and held by it; of slow memory, how many runs of pages moved."""
+
+    written_bytes: int
+    read_bytes: int
+    held_bytes: int
+    runs: int
+    run_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +300,7 @@ class Native:
         self.mark_call = quick("lt_mark_call", None, i64)
 
         self._tier_add = quick("lt_tier_add", None, pointer, integer, i64, i64, MediumCallback)
+        self._tier_addressable = quick("lt_tier_addressable", None, pointer, i64, integer, integer)
         self.ranges_running = quick("lt_ranges_running", integer)
         self._ranges_start = quick("lt_ranges_start", integer, i64, integer, integer)
         self._ranges_stop = waiting("lt_ranges_stop", integer, integer)
@@ -263,6 +310,8 @@ class Native:
         self.adopt = quick("lt_adopt", i64, pointer)
         self.leave_all = waiting("lt_leave_all", None)
         self.leave = waiting("lt_leave", integer, pointer, integer)
+        self.place_in = waiting("lt_place_in", integer, pointer, integer)
+        self.fetch = waiting("lt_fetch", integer, pointer)
         self._place = quick("lt_place", integer, pointer)
         self.lend = quick("lt_lend", i64, pointer)
         self.lend_storage = quick("lt_lend_storage", i64, pointer)
@@ -386,13 +435,31 @@ class Native:
         stripe_bytes: int,
         capacity_bytes: int | None,
         medium: Callable[[int, int, int, int], int] | None = None,
+        slow: SlowRates | None = None,
     ) -> None:
-        """Add a tier: files, or `medium(write, offset, address, nbytes) -> errno`."""
+        """Add a tier: files, or `medium(write, offset, address, nbytes) -> errno`; `slow`: one file, used in place."""
         callback = MediumCallback(medium) if medium is not None else MediumCallback(0)
         array = (ctypes.c_int * max(len(fds), 1))(*fds)
         capacity = -1 if capacity_bytes is None else capacity_bytes
         self._tier_add(array, len(fds), stripe_bytes, capacity, callback)
         self._kept_tiers.append(callback)  # ctypes would free it while the movers still call it
+        if slow is not None:
+            rates = (
+                slow.read_bytes_per_s,
+                slow.write_bytes_per_s,
+                slow.mixed_share,
+                slow.latency_s,
+                slow.fast_bytes_per_s,
+                slow.migrate_out_bytes_per_s,
+                slow.migrate_in_bytes_per_s,
+                slow.waited_out_bytes_per_s,
+                slow.waited_in_bytes_per_s,
+                slow.migrate_out_latency_s,
+                slow.migrate_in_latency_s,
+            )
+            self._tier_addressable(
+                (ctypes.c_double * len(rates))(*rates), slow.cache_bytes, slow.own_channel, slow.duplex
+            )
 
     def ranges_stop(self, *, bring_back: bool) -> int:
         """Let nothing leave any more; return an errno for what could not be read back, or 0."""
@@ -402,15 +469,15 @@ class Native:
 
     def range_counters(self) -> RangeCounters:
         """Return the numbers of ranges now."""
-        out = (ctypes.c_int64 * 18)()
+        out = (ctypes.c_int64 * len(RangeCounters.__slots__))()
         self._range_counters(out)
         return RangeCounters(**dict(zip(RangeCounters.__slots__, out, strict=True)))
 
-    def tier_counters(self, tier: int) -> tuple[int, int, int]:
-        """Return the bytes written to a tier, read from it, and held by it."""
-        out = (ctypes.c_int64 * 3)()
+    def tier_counters(self, tier: int) -> TierCounters:
+        """Return a tier's numbers now."""
+        out = (ctypes.c_int64 * 5)()
         self._tier_counters(tier, out)
-        return out[0], out[1], out[2]
+        return TierCounters(*out)
 
     def range_meter(self) -> tuple[float, ...]:
         """Return bytes, transfers and nanoseconds of writes, of reads, of awaited writes and of awaited reads."""
@@ -463,7 +530,7 @@ class Native:
         self,
         *,
         names: Sequence[int],
-        storages: Sequence[tuple[int, int, int, int, int, int]],
+        storages: Sequence[tuple[int, int, int, int, int, int, int]],
         uses: Sequence[Sequence[int]],
         actions: Sequence[tuple[int, int, int, int, int]],
         remade: Sequence[Sequence[int]] = (),

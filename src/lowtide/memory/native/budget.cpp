@@ -71,25 +71,36 @@ bool is_large(void* block) {
 thread_local int64_t fetching_record = -1;
 thread_local bool evicting = false;
 
-enum class Source { kBudget, kBeyond, kFile };
+enum class Where {
+  kPlanned,       // in fast memory within the budget, or in slow memory if the plan has it there
+  kSlow,          // in slow memory
+  kBeyondBudget,  // in fast memory, whatever the budget says
+  kFile,          // in pages of a file: see Note [Pages of a file]
+};
 
-void* try_block(int64_t n, bool large, Source source = Source::kBudget) {
+void* try_block(int64_t n, bool large, Where where = Where::kPlanned) {
   if (large) {
     Pages& all = pages();
     std::lock_guard<std::mutex> guard(all.mutex);
-    char* start = source == Source::kFile ? all.take_of_file(n)
-        : source == Source::kBeyond       ? all.take_beyond_budget(n)
-                                          : all.take(n);
-    if (!start) return nullptr;
     int64_t serial = ++counters.serial;
-    Range* range = ranges().add(start, n, serial);
-    count_live(n);
+    int32_t tier = where == Where::kSlow ? ranges().slow_tier() : where == Where::kFile ? -1 : birth_tier(n);
+    Range* range = tier >= 0 ? ranges().add_slow(n, tier, serial) : nullptr;
+    if (!range) {
+      if (where == Where::kSlow) return nullptr;
+      char* fast = where == Where::kFile      ? all.take_of_file(n)
+          : where == Where::kBeyondBudget ? all.take_beyond_budget(n)
+                                          : all.take(n);
+      if (!fast) return nullptr;
+      range = ranges().add(fast, n, serial);
+      count_live(n);
+    }
+    char* start = range->start;
     if (logging.load(std::memory_order_relaxed))
       log_event(fetching_record >= 0 ? Event::kFetchAlloc : Event::kAlloc, serial, n, fetching_record);
     note_made(range);
     return start;
   }
-  if (source == Source::kBeyond) {
+  if (where == Where::kBeyondBudget) {
     counters.reserved += n;
     raise_to(counters.peak_reserved, counters.reserved.load());
   } else if (!try_reserve(n)) {
@@ -154,6 +165,17 @@ void* block_after_ranges_left(int64_t n, bool large) {
     add_stall_ns(now_ns() - start);
     if (void* block = try_block(n, large)) return block;
   }
+}
+
+// What fast memory cannot hold beside all that is in use, slow memory can: the block itself, or for a small one, which is
+// in no range, another.
+void* block_thanks_to_slow_memory(int64_t n, bool large) {
+  if (large) return try_block(n, large, Where::kSlow);
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    if (!ranges().displace(n)) return nullptr;
+  }
+  return try_block(n, large);
 }
 
 // See Note [Asking for room].
@@ -333,6 +355,7 @@ void* take_block(int64_t nbytes, Patience patience) {
   void* block = try_block(n, large);
   if (!block && patience == Patience::kRefuse) return nullptr;
   if (!block) block = block_after_making_room(n, large);
+  if (!block && !forked && ranges().running()) block = block_thanks_to_slow_memory(n, large);
   if (block) {
     if (C10_UNLIKELY(sounding.load(std::memory_order_relaxed))) sound_again();
     return block;
@@ -340,7 +363,7 @@ void* take_block(int64_t nbytes, Patience patience) {
   note_refusal(n);
   // See Note [Pages of a file].
   if (!interruption && sounding_goes_on())
-    if (void* of_file = try_block(round_to_page(n), true, Source::kFile)) {
+    if (void* of_file = try_block(round_to_page(n), true, Where::kFile)) {
       note_sounded();
       return of_file;
     }
@@ -351,7 +374,7 @@ void* take_block(int64_t nbytes, Patience patience) {
     ranges().counted.beyond += n;
     ranges().note_trouble({ENOMEM, false, n, 0});
   }
-  return try_block(n, large, Source::kBeyond);
+  return try_block(n, large, Where::kBeyondBudget);
 }
 
 int64_t give_block(void* block) {

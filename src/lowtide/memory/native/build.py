@@ -59,6 +59,7 @@ NATIVE = Library(
         "ranges.h",
         "remakes.h",
         "schedule.h",
+        "slow.h",
         "tier.h",
     ),
 )

@@ -13,7 +13,7 @@
 namespace lowtide {
 namespace {
 
-struct sigaction before;
+struct sigaction before_segv, before_bus;
 
 // A fault that is being handed over; a handler may leave it by a jump, so nothing here is given back.
 struct Passed {
@@ -42,7 +42,7 @@ bool serve(void* address, bool write) {
   std::unique_lock<std::mutex> guard(pages().mutex);
   Range* range = all.at(address);
   if (!range) return false;
-  bool was_here = range->place == Place::kHere;
+  bool was_here = Ranges::is_reachable(range);
   ++(was_here ? all.counted.write_faults : all.counted.faults);
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kTouch, range->serial, write);
   int64_t serial = range->serial;
@@ -64,13 +64,21 @@ bool serve(void* address, bool write) {
   return true;
 }
 
+// The file behind slow memory was cut: whoever touches it gets ones, and the next allocation raises; see Note [Lost].
+bool serve_cut_file(void* address) {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  Range* range = ranges().at(address);
+  if (!range || range->place != Place::kSlow || in_forked_child()) return false;
+  ranges().lose_slow(range, kShortRead);
+  return true;
+}
+
 void on_fault(int signal, siginfo_t* info, void* context) {
   int kept_errno = errno;
-  if (serve(info->si_addr, is_write(context))) {
-    errno = kept_errno;
-    return;
-  }
+  bool served = signal == SIGBUS ? serve_cut_file(info->si_addr) : serve(info->si_addr, is_write(context));
   errno = kept_errno;
+  if (served) return;
+  const struct sigaction& before = signal == SIGBUS ? before_bus : before_segv;
   // Not ours: whoever was there before us, or the default, which ends the process. Somebody who came after us and was
   // found there later hands it back: then it has been everywhere.
   const void* frame = __builtin_frame_address(0);
@@ -97,15 +105,17 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 }  // namespace
 
 void catch_faults() {
-  struct sigaction now;
-  sigaction(SIGSEGV, nullptr, &now);
-  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_fault) return;
-  before = now;
-  struct sigaction ours {};
-  ours.sa_sigaction = &on_fault;
-  ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-  sigemptyset(&ours.sa_mask);
-  sigaction(SIGSEGV, &ours, nullptr);
+  for (int signal : {SIGSEGV, SIGBUS}) {
+    struct sigaction now;
+    sigaction(signal, nullptr, &now);
+    if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_fault) continue;
+    (signal == SIGBUS ? before_bus : before_segv) = now;
+    struct sigaction ours {};
+    ours.sa_sigaction = &on_fault;
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+    sigemptyset(&ours.sa_mask);
+    sigaction(signal, &ours, nullptr);
+  }
 }
 
 }  // namespace lowtide

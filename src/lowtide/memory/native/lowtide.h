@@ -121,6 +121,8 @@ class Aside {
  private:
   void* outermost_;
 };
+// The slow memory that a large block which is made on this thread now has to be in, or -1. With `pages().mutex` held.
+int32_t birth_tier(int64_t bytes);
 // A block was made on this thread: the operator that runs uses it until it ends. With `pages().mutex` held.
 void note_made(Range* range);
 // The outermost operator that runs on this thread, as its caller names it, or "" if operators are not observed.

@@ -162,6 +162,9 @@ struct Hold {
 
 struct Use : at::ObserverContext {
   std::vector<Hold> holds;
+  SlowUse slow;                // if it is the outermost, and some of its operands are in slow memory
+  const SlowRates* rates = nullptr;
+  int64_t began_ns = 0, stalled_ns = 0;
   bool computes = false;
   int64_t stamp = 0;           // of what it writes, if it is the outermost
   std::shared_ptr<Call> call;  // if it is to be run again
@@ -210,6 +213,42 @@ void collect(
   }
 }
 
+// Note what the outermost operator has in slow memory, and how far what it reads is in the cache. With `pages().mutex` held.
+void note_slow(Use& use, Range* range, bool reads, bool writes) {
+  Ranges& all = ranges();
+  int32_t tier = all.slow_tier();
+  if (tier < 0 || !all.tiers[tier].rates.charges()) return;
+  use.rates = &all.tiers[tier].rates;
+  if (range->noted_by == use.stamp) return;
+  range->noted_by = use.stamp;
+  bool slow = range->place == Place::kSlow;
+  int64_t since = range->cached_at < 0 ? use.rates->cache_bytes : all.touched_bytes - range->cached_at;
+  bool cached = since + range->bytes <= use.rates->cache_bytes;
+  use.slow.add(static_cast<double>(range->bytes), reads, writes, slow, cached);
+  all.touched_bytes += range->bytes;
+  range->cached_at = all.touched_bytes;
+}
+
+bool is_gather(const char* name) {
+  for (const char* gather : {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"})
+    if (std::strcmp(name, gather) == 0) return true;
+  return false;
+}
+
+// See Note [Charging].
+void charge(Use& use, const at::RecordFunction& fn) {
+  if (!use.rates || !use.slow.operands) return;
+  int64_t now = now_ns(), stalled = counters.stall_ns.load() - use.stalled_ns;
+  int64_t due = charge_ns(*use.rates, use.slow, is_gather(fn.name()), std::max<int64_t>(0, now - use.began_ns - stalled));
+  if (due > 0) pass_until(now + due);
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    ranges().counted.charged_ns += due;
+    ++ranges().counted.in_place;
+  }
+  if (due > 0 && logging.load(std::memory_order_relaxed)) log_event(Event::kStall, due);
+}
+
 // When the step's first operator began that autograd follows; 0: none has.
 std::atomic<int64_t> grad_began_ns{0};
 
@@ -253,6 +292,7 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   if (of_step) {
     if (!grad_began_ns && is_followed(fn)) grad_began_ns = now_ns();
     remakes().have_waiting(schedule().on_operator(facts.id), guard, true);
+    schedule().migrations_waiting(guard);
     int64_t one_in = stress_one_in.load(std::memory_order_relaxed);
     dice = dice * 6364136223846793005ull + 1442695040888963407ull;
     if (one_in && (dice >> 33) % one_in == 0) all.leave_all();
@@ -288,7 +328,10 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   for (const Touched& operand : single)
     if (operand.changes) all.note_write(operand.range, stamp);
   int64_t budget = counters.budget.load(std::memory_order_relaxed);
-  if (!budget || list_bytes <= budget / 2 || facts.goes_on) single.insert(single.end(), listed.begin(), listed.end());
+  if (!budget || list_bytes <= budget / 2 || facts.goes_on)
+    single.insert(single.end(), listed.begin(), listed.end());
+  else if (begins)
+    for (const Touched& operand : listed) note_slow(use, operand.range, true, operand.writes);
   if (single.empty()) return;
   ++all.counted.touches;
   for (const Touched& operand : single) {
@@ -304,9 +347,10 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   }
   for (const Touched& operand : single) {
     int64_t waited_ns = 0;
-    bool here = operand.range->place == Place::kHere || all.bring_waiting(operand.range, guard, true, &waited_ns);
+    bool here = Ranges::is_reachable(operand.range) || all.bring_waiting(operand.range, guard, true, &waited_ns);
     if (!here || operand.range->serial != operand.serial) continue;
     all.touch(operand.range, operand.writes);
+    if (begins) note_slow(use, operand.range, true, operand.writes);
     if (waited_ns && !remaking && schedule().in_step())
       schedule().on_wait(operand.range, waited_ns, operand.demanded);
   }
@@ -372,7 +416,11 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
     use = std::make_unique<Use>();
     use->computes = facts.computes;
     announce(fn, facts, *use);
-    if (!outermost && facts.computes) outermost = use.get();
+    if (!outermost && facts.computes) {
+      outermost = use.get();
+      use->stalled_ns = counters.stall_ns.load();
+      use->began_ns = now_ns();
+    }
   }
   if (log && with_operands && function && (!touch || facts.touches || !facts.computes))
     for (const auto& value : fn.inputs()) log_value(Event::kRead, value);
@@ -383,6 +431,7 @@ void end_use(Use& use, const at::RecordFunction& fn) {
   if (use.call && checking_calls) check(*use.call, fn);
   bool ends = outermost == &use;
   if (ends) outermost = nullptr;
+  if (ends && !remaking) charge(use, fn);
   if (use.holds.empty() && !ends) return;
   Ranges& all = ranges();
   std::lock_guard<std::mutex> guard(pages().mutex);
@@ -471,11 +520,17 @@ void unlock_log_after_fork() {
   log_mutex.unlock();
 }
 
+int32_t birth_tier(int64_t bytes) {
+  bool planned = touching.load(std::memory_order_relaxed) && bytes >= ranges().least_bytes && !remaking;
+  return planned && schedule().in_step() ? schedule().birth_tier(bytes) : -1;
+}
+
 void note_made(Range* range) {
   range->written_at = outermost ? outermost->stamp : ++ranges().write_clock;
   if (outermost) {
     ranges().pin(range);
     outermost->holds.push_back({range, range->serial});
+    note_slow(*outermost, range, false, true);
   }
   if (touching.load(std::memory_order_relaxed) && range->bytes >= ranges().least_bytes && !remaking &&
       schedule().in_step())

@@ -200,6 +200,36 @@ class Pages {
     return relocate(elsewhere, n, start, 0);
   }
 
+  // ---- slow memory: pages of a file at a range's addresses ----
+
+  // Addresses for `n` bytes of slow memory that nobody has yet, with its pages; nullptr: the kernel refuses.
+  char* map_slow(int64_t n, int fd, int64_t offset) {
+    char* start = reserve(n, nullptr);
+    if (!start) return nullptr;
+    if (!map_slow_at(start, n, fd, offset)) {
+      munmap(start, n);
+      return nullptr;
+    }
+    return start;
+  }
+
+  // Map pages of a file over a hole.
+  bool map_slow_at(char* start, int64_t n, int fd, int64_t offset) {
+    void* got = mmap(start, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, fd, offset);
+    if (got == MAP_FAILED) return false;
+    drop_seams(start, n);
+    seams_.insert(start);
+    return true;
+  }
+
+  // Have pages of a file that are mapped elsewhere at a range's addresses.
+  bool attach_slow(char* window, int64_t n, char* start) {
+    if (mremap(window, n, n, MREMAP_MAYMOVE | MREMAP_FIXED, start) == MAP_FAILED) return false;
+    drop_seams(start, n);
+    seams_.insert(start);
+    return true;
+  }
+
   void unmap_hole(char* start, int64_t n) {
     munmap(start, n);
     drop_seams(start, n);

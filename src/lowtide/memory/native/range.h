@@ -16,6 +16,7 @@ enum class Place : uint8_t {
   kLeaving = 1,   // its pages are elsewhere, being written; fast memory still pays
   kAway = 2,      // its tier only
   kArriving = 3,  // its pages are elsewhere, being read; fast memory pays already
+  kSlow = 4,      // slow memory's pages are at its addresses; its slot, which changes with it, pays
 };
 
 // Where a tier keeps a range's bytes (offset -1: nowhere).
@@ -35,6 +36,7 @@ struct Range {
   bool tracked = true;      // worth knowing whether it changes: no plan says that it will not leave again
   bool foreign = false;     // another allocator's memory, taken over: its addresses are not ours to give up
   bool leave_asked = false; // the plan wants it away, to `leave_tier`, as soon as nobody uses it
+  bool leave_placed = false;  // and touched there in place
   bool stuck = false;       // a write of it failed, or its pages cannot be moved: it stays (R4)
   bool crowded_out = false; // its tier was full: it stays until a slot comes free
   bool summed = false;      // `checksum` is that of its slot
@@ -43,6 +45,8 @@ struct Range {
   int32_t leave_tier = 0;
   int pins = 0;             // operators that use it now, and those it was lent to
   int64_t last_touch = 0;   // by the clock of touches
+  int64_t cached_at = -1;   // by the clock of touched bytes: see Note [Charging]
+  int64_t noted_by = -1;    // the stamp of the operator that counts it among its operands
   int64_t storage = -1;     // its number in the plan that is followed
   Slot slot;
   int64_t slot_forks = 0;  // how many forks there had been when its slot was written

@@ -46,7 +46,28 @@ Range* Ranges::add(char* start, int64_t bytes, int64_t serial) {
   return range;
 }
 
+Range* Ranges::add_slow(int64_t bytes, int32_t tier, int64_t serial) {
+  if (tier < 0 || ending_ || !running()) return nullptr;
+  int error = 0;
+  Slot slot{tier, take_slot(tier, bytes, error)};
+  if (slot.offset < 0) return nullptr;
+  char* start = pages().map_slow(bytes, tiers[tier].fds[0], slot.offset);
+  if (!start) {
+    tiers[tier].extents.give(slot.offset, bytes);
+    return nullptr;
+  }
+  Range* range = add(start, bytes, serial);
+  range->place = Place::kSlow;
+  range->dirty = false;
+  range->slot = slot;
+  range->slot_forks = forks_;
+  count_slow(bytes);
+  counted.born_slow += bytes;
+  return range;
+}
+
 void Ranges::forget(Range* range) {
+  if (range->place == Place::kSlow) count_slow(-range->bytes);
   if (Transfer* transfer = range->transfer) {
     transfer->cancelled = true;  // its end keeps the pages and gives the slot back
     transfer->range = nullptr;
@@ -70,7 +91,7 @@ void Ranges::remove(Range* range) {
     return;
   }
   remakes().forget(range);
-  if (range->place != Place::kAway) counters.live -= range->bytes;
+  if (pays_fast(range)) counters.live -= range->bytes;
   if (range->place == Place::kHere) {
     if (!range->writable) mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE);
     pages().keep_merged(range->start, range->bytes);
@@ -109,7 +130,7 @@ void Ranges::let_go(Range* range) {
 }
 
 void Ranges::disown(Range* range) {
-  if (range->place != Place::kAway) counters.live -= range->bytes;
+  if (pays_fast(range)) counters.live -= range->bytes;
   if (range->place == Place::kHere && pages().is_of_file(range->start)) {
     pages().replace_of_file(range->start, range->bytes);
   } else if (range->place == Place::kHere) {
@@ -135,8 +156,8 @@ void Ranges::touch(Range* range, bool writes) {
   range->last_touch = ++clock;
   by_age_.splice(by_age_.end(), by_age_, range->by_age);
   if (!writes) return;
-  range->dirty = true;
-  if (range->place == Place::kHere && !range->writable) make_writable(range);
+  if (range->place != Place::kSlow) range->dirty = true;
+  if (is_reachable(range) && !range->writable) make_writable(range);
 }
 
 void Ranges::note_write(Range* range, int64_t stamp) {
@@ -145,7 +166,7 @@ void Ranges::note_write(Range* range, int64_t stamp) {
 }
 
 void Ranges::protect(Range* range) {
-  bool may = range->place == Place::kHere && range->writable && range->lent == 0;
+  bool may = is_reachable(range) && range->writable && range->lent == 0;
   if (may && mprotect(range->start, range->bytes, PROT_READ) == 0) range->writable = false;
 }
 
@@ -158,7 +179,7 @@ void Ranges::unpin(Range* range) {
   if (range->filled && !range->lost) unfill(range);
   if (range->leave_asked) {
     range->leave_asked = false;
-    if (may_leave(range)) leave(range, range->leave_tier);
+    if (may_leave(range)) leave(range, range->leave_tier, range->leave_placed);
   }
   if (pages().is_of_file(range->start)) leave(range, schedule().tier_of(range));
   progress();
@@ -195,6 +216,8 @@ void Ranges::progress() {
 }
 
 bool Ranges::make_writable(Range* range) {
+  if (range->place == Place::kSlow) bury_children();
+  if (range->place == Place::kSlow && is_shared(range->slot_forks)) return own_slot(range);
   if (mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE) != 0) return false;
   range->writable = true;
   return true;
@@ -205,6 +228,131 @@ void Ranges::settle(Range* range, char* from) {
   range->place = Place::kHere;
   if (range->liens > 0) protect(range);
   progress();
+}
+
+bool Ranges::settle_slow(Range* range, char* window) {
+  bool done = window ? pages().attach_slow(window, range->bytes, range->start)
+                     : pages().map_slow_at(range->start, range->bytes, tiers[range->slot.tier].fds[0], range->slot.offset);
+  if (!done) return false;
+  range->place = Place::kSlow;
+  range->writable = true;
+  range->dirty = range->summed = false;  // whoever writes there changes its slot, and no checksum knows
+  count_slow(range->bytes);
+  if (range->liens > 0 || is_shared(range->slot_forks)) protect(range);
+  progress();
+  return true;
+}
+
+// Give a range in slow memory bytes that no child has; see Note [Slow].
+bool Ranges::own_slot(Range* range) {
+  int error = 0;
+  Slot own{range->slot.tier, take_slot(range->slot.tier, range->bytes, error)};
+  int fd = tiers[own.tier].fds[0];
+  void* got = own.offset < 0
+      ? MAP_FAILED
+      : mmap(nullptr, range->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, own.offset);
+  if (got != MAP_FAILED) {
+    if (tiers[own.tier].move(false, static_cast<char*>(got), range->bytes, range->slot.offset) != 0) {
+      munmap(got, range->bytes);
+      tiers[own.tier].extents.give(own.offset, range->bytes);
+      return false;
+    }
+    give_slot(range->slot, range->bytes, range->slot_forks);
+    range->slot = own;
+    range->slot_forks = forks_;
+    count_slow(-range->bytes);
+    if (!settle_slow(range, static_cast<char*>(got))) std::abort();  // whole mappings take no more of them
+    return true;
+  }
+  if (own.offset >= 0) tiers[own.tier].extents.give(own.offset, range->bytes);
+  // No room there: it is in fast memory from here on, whatever the budget says, for it may be written to already.
+  char* room = pages().take(range->bytes);
+  if (!room) {
+    room = pages().take_beyond_budget(range->bytes);
+    if (!room) return false;
+    counted.beyond += range->bytes;
+    note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
+  }
+  return move_here(range, room) == 0;
+}
+
+int Ranges::move_here(Range* range, char* room) {
+  int64_t bytes = range->bytes;
+  // Whoever writes meanwhile faults, and waits for the lock.
+  int error = mprotect(range->start, bytes, PROT_READ) ? errno : 0;
+  if (!error) error = tiers[range->slot.tier].move(false, room, bytes, range->slot.offset);
+  if (error) {
+    pages().keep_merged(room, bytes);
+    return error;
+  }
+  count_slow(-bytes);
+  count_live(bytes);
+  give_slot(range->slot, bytes, range->slot_forks);
+  range->dirty = range->writable = true;
+  settle(range, room);
+  return 0;
+}
+
+bool Ranges::fetch_slow(Range* range) {
+  if (range->place != Place::kSlow) return true;
+  if (range->pins > 0 || stopping_) return false;
+  char* room = pages().take(range->bytes);
+  if (!room) return false;
+  if (mprotect(range->start, range->bytes, PROT_NONE) != 0) {
+    pages().keep_merged(room, range->bytes);
+    return false;
+  }
+  count_slow(-range->bytes);
+  counted.fetched += range->bytes;
+  begin_read(range, room, false);
+  return true;
+}
+
+void Ranges::landing_waiting(int64_t serial, std::unique_lock<std::mutex>& guard) {
+  int64_t began_ns = 0;
+  for (;;) {
+    Range* range = of_serial(serial);
+    if (!range || range->place != Place::kLeaving || !range->transfer->placed) break;
+    range->transfer->awaited = true;
+    if (!began_ns) {
+      began_ns = now_ns();
+      meter.wait(+1);
+    }
+    change_waiting(guard, true);
+  }
+  if (!began_ns) return;
+  meter.wait(-1);
+  int64_t waited = now_ns() - began_ns;
+  counted.wait_ns += waited;
+  guard.unlock();
+  add_stall_ns(waited);
+  guard.lock();
+}
+
+void Ranges::fetch_slow_waiting(int64_t serial, std::unique_lock<std::mutex>& guard) {
+  int64_t began_ns = 0;
+  for (;;) {
+    Range* range = of_serial(serial);
+    if (range && range->place == Place::kLeaving) call_back(range);
+    if (!range || range->place != Place::kSlow || range->pins > 0) break;
+    if (fetch_slow(range)) {
+      hurry(range->transfer);
+      break;
+    }
+    if (counted.leaving == 0) break;  // it is touched in place
+    if (!began_ns) {
+      began_ns = now_ns();
+      meter.wait(+1);
+    }
+    change_waiting(guard, true);
+  }
+  if (!began_ns) return;
+  meter.wait(-1);
+  int64_t waited = now_ns() - began_ns;
+  counted.wait_ns += waited;
+  guard.unlock();
+  add_stall_ns(waited);
+  guard.lock();
 }
 
 bool Ranges::call_back(Range* range) {
@@ -226,20 +374,27 @@ bool Ranges::call_back(Range* range) {
   return true;
 }
 
+void Ranges::enqueue(Transfer* transfer) {
+  ++under_way_;
+  transfer_began(transfer->bytes);
+  Tier& tier = tiers[transfer->slot.tier];
+  if (tier.addressable) transfer->joins = tier.link.begin(transfer->write, transfer->slot.offset, transfer->bytes);
+  auto& queue = transfer->write ? writes_ : reads_;
+  if (transfer->awaited)
+    queue.push_front(transfer);
+  else
+    queue.push_back(transfer);
+  queued_.notify_all();
+}
+
 void Ranges::begin_read(Range* range, char* pages, bool urgent) {
   auto* transfer = new Transfer{range, false, pages, range->bytes, range->slot, range->slot_forks};
-  ++under_way_;
   range->transfer = transfer;
   range->place = Place::kArriving;
   counted.arriving += range->bytes;
   count_live(range->bytes);
-  transfer_began(range->bytes);
   transfer->awaited = urgent;
-  if (urgent)
-    reads_.push_front(transfer);
-  else
-    reads_.push_back(transfer);
-  queued_.notify_all();
+  enqueue(transfer);
 }
 
 void Ranges::hurry(Transfer* transfer) {
@@ -253,6 +408,7 @@ void Ranges::hurry(Transfer* transfer) {
 bool Ranges::prefetch(Range* range) {
   range->leave_asked = false;
   if (range->place == Place::kLeaving) call_back(range);
+  if (range->place == Place::kSlow) return fetch_slow(range);
   if (range->place != Place::kAway || is_discarded(range)) return true;
   if (range->lost || stopping_) return false;
   char* room = pages().take(range->bytes);
@@ -286,12 +442,15 @@ bool Ranges::bring_waiting(
   int64_t serial = range->serial, began_ns = 0;
   bool here = false;
   while (range->serial == serial) {
-    if (range->place == Place::kHere) {
+    if (is_reachable(range)) {
       here = true;
       break;
     }
     if (range->place == Place::kLeaving) {
-      if (call_back(range)) continue;
+      if (!ending_ && range->transfer->placed)
+        range->transfer->awaited = true;  // see Note [Slow]
+      else if (call_back(range))
+        continue;
     } else if (range->lost) {
       break;
     } else if (is_discarded(range)) {
@@ -303,6 +462,8 @@ bool Ranges::bring_waiting(
         make_room(range->bytes, !with_gil);
         room = pages().take(range->bytes);
       }
+      // What is in slow memory can be touched there.
+      if (!room && counted.leaving == 0 && tiers[range->slot.tier].addressable && settle_slow(range, nullptr)) continue;
       // See Note [Who may wait].
       if (!room && counted.leaving == 0 && counted.arriving == 0) {
         note_refusal(range->bytes);
@@ -345,6 +506,58 @@ bool Ranges::bring_waiting(
 
 // ---- leaving ----
 
+int64_t Ranges::take_slot(int32_t tier, int64_t bytes, int& error) {
+  Tier& from = tiers[tier];
+  int64_t offset = from.take(bytes, error);
+  if (offset >= 0 || !from.addressable || from.extents.room() < bytes) return offset;
+  compact(tier);
+  return from.take(bytes, error);
+}
+
+// Whoever is in use meanwhile faults, and waits for the lock; the kernel would fail, so what is lent stays where it is.
+void Ranges::compact(int32_t tier) {
+  std::vector<Range*> movable;
+  for (Range* range : by_age_)
+    if (range->slot.tier == tier && range->slot.offset >= 0 && !range->transfer && range->lent == 0 &&
+        !is_shared(range->slot_forks))
+      movable.push_back(range);
+  std::sort(movable.begin(), movable.end(), [](Range* a, Range* b) { return a->slot.offset < b->slot.offset; });
+  for (Range* range : movable)
+    if (tiers[tier].extents.free_before(range->slot.offset) > 0 && !slide(range)) return;
+}
+
+bool Ranges::slide(Range* range) {
+  constexpr int64_t kPiece = 1 << 20;
+  static std::vector<char>* buffer = new std::vector<char>(kPiece);
+  Tier& tier = tiers[range->slot.tier];
+  bool mapped = range->place == Place::kSlow;
+  if (mapped && mprotect(range->start, range->bytes, PROT_NONE) != 0) return false;
+  int64_t from = range->slot.offset, to = tier.extents.slide(from, range->bytes);
+  range->slot.offset = to;
+  int error = 0;
+  for (int64_t at = 0; at < range->bytes && !error; at += kPiece) {
+    int64_t n = std::min(kPiece, range->bytes - at);
+    error = tier.move(false, buffer->data(), n, from + at);
+    if (!error) error = tier.move(true, buffer->data(), n, to + at);
+  }
+  if (error) {  // a part of it may be overwritten
+    if (mapped) {
+      lose_slow(range, error);
+    } else if (range->place == Place::kAway) {
+      range->lost = error;
+      note_trouble({error, false, range->bytes, range->slot.tier});
+    } else {
+      range->dirty = true;
+    }
+    return false;
+  }
+  counted.compacted += range->bytes;
+  if (!mapped) return true;
+  if (!pages().map_slow_at(range->start, range->bytes, tier.fds[0], to)) std::abort();  // as many mappings as before
+  if (!range->writable) mprotect(range->start, range->bytes, PROT_READ);
+  return true;
+}
+
 void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
   if (slot.offset >= 0 && slot.tier < static_cast<int32_t>(tiers.size())) {
     if (is_shared(forks))
@@ -385,19 +598,27 @@ void Ranges::bury_children() {
   buried_ = std::move(kept);
 }
 
-bool Ranges::leave(Range* range, int32_t tier) {
+bool Ranges::leave(Range* range, int32_t tier, bool placed) {
   if (!is_loose(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
-  bool clean = is_clean(range);
+  bool clean = is_clean(range) && (!placed || range->slot.tier == tier);
   if (!clean) {
     bury_children();
     if (range->slot.offset >= 0 && (range->slot.tier != tier || is_shared(range->slot_forks)))
       give_slot(range->slot, range->bytes, range->slot_forks);
     if (range->slot.offset < 0) {
-      range->slot = Slot{tier, tiers[tier].extents.take(range->bytes)};
+      int error = 0;
+      range->slot = Slot{tier, take_slot(tier, range->bytes, error)};
+      if (range->slot.offset < 0 && tiers[tier].addressable) {
+        // Slow memory is full: whoever can be away goes to the tier below it.
+        placed = false;
+        while (range->slot.offset < 0 && ++tier < static_cast<int32_t>(tiers.size()))
+          range->slot = Slot{tier, take_slot(tier, range->bytes, error)};
+      }
       if (range->slot.offset < 0) {
+        tier = std::min(tier, static_cast<int32_t>(tiers.size()) - 1);
         range->crowded_out = crowded_ = true;
-        failed_write_ = {ENOSPC, true, range->bytes, tier};
+        failed_write_ = {error, true, range->bytes, tier};
         write_failed = true;
         return false;
       }
@@ -416,19 +637,19 @@ bool Ranges::leave(Range* range, int32_t tier) {
     counters.live -= range->bytes;
     counted.released += range->bytes;
     pages().keep_merged(away, range->bytes);
+    if (placed) settle_slow(range, nullptr);  // else it comes back when it is touched
     return true;
   }
   range->slot_forks = forks_;
   range->summed = false;
   auto* transfer = new Transfer{range, true, away, range->bytes, range->slot, forks_};
-  ++under_way_;
+  transfer->placed = placed;
+  if (placed) counted.placed += range->bytes;
   range->transfer = transfer;
   range->place = Place::kLeaving;
   range->dirty = false;
   counted.leaving += range->bytes;
-  transfer_began(range->bytes);
-  writes_.push_back(transfer);
-  queued_.notify_all();
+  enqueue(transfer);
   return true;
 }
 
@@ -450,6 +671,16 @@ bool Ranges::discard(Range* range) {
 }
 
 void Ranges::transplant(Range* from, Range* to) {
+  if (from->place == Place::kSlow) {  // there was no room in fast memory: its slot is the other's from here on
+    give_slot(to->slot, to->bytes, to->slot_forks);
+    to->slot = from->slot;
+    to->slot_forks = from->slot_forks;
+    from->slot = Slot{};
+    from->place = Place::kAway;
+    count_slow(-from->bytes);
+    TORCH_CHECK(settle_slow(to, nullptr), "lowtide: what was made again cannot be mapped in its place");
+    return;
+  }
   char* away = pages().detach(from->start, from->bytes, from->writable);
   TORCH_CHECK(away, "lowtide: what was made again cannot be moved to its place");
   from->place = Place::kAway;
@@ -555,6 +786,44 @@ void Ranges::take_off_file(Range* range) {
   settle(range, room);
 }
 
+bool Ranges::displace(int64_t need) {
+  int32_t tier = slow_tier();
+  if (tier < 0 || ending_ || !running()) return false;
+  Range* best = nullptr;
+  for (Range* range : by_age_)
+    if (range->place == Place::kHere && range->lent == 0 && !range->stuck && !range->filled && range->bytes >= need &&
+        !pages().is_of_file(range->start) && (!best || range->bytes < best->bytes))
+      best = range;
+  int error = 0;
+  Slot slot{tier, best ? take_slot(tier, best->bytes, error) : -1};
+  if (slot.offset < 0) return false;
+  char* away = pages().detach(best->start, best->bytes, best->writable);
+  if (!away) {
+    best->stuck = true;
+    give_slot(slot, best->bytes, forks_);
+    return false;
+  }
+  best->writable = true;
+  if (tiers[tier].move(true, away, best->bytes, slot.offset) != 0) {
+    give_slot(slot, best->bytes, forks_);
+    settle(best, away);
+    return false;
+  }
+  give_slot(best->slot, best->bytes, best->slot_forks);
+  best->slot = slot;
+  best->slot_forks = forks_;
+  if (!settle_slow(best, nullptr)) {
+    give_slot(best->slot, best->bytes, forks_);
+    best->dirty = true;
+    settle(best, away);
+    return false;
+  }
+  counters.live -= best->bytes;
+  counted.placed += best->bytes;
+  pages().keep_merged(away, best->bytes);
+  return true;
+}
+
 void Ranges::fill_lost(Range* range) {
   pages().trim_for(range->bytes);
   char* room = pages().take_beyond_budget(range->bytes);
@@ -565,6 +834,14 @@ void Ranges::fill_lost(Range* range) {
   remakes().forget(range);
   range->filled = range->writable = true;
   settle(range, room);
+}
+
+void Ranges::lose_slow(Range* range, int code) {
+  count_slow(-range->bytes);
+  range->place = Place::kAway;
+  range->lost = code;
+  fill_lost(range);
+  give_slot(range->slot, range->bytes, range->slot_forks);
 }
 
 void Ranges::unfill(Range* range) {
@@ -608,11 +885,16 @@ void Ranges::work() {
     if (transfer->issued == transfer->bytes) queue.pop_front();
     bool skip = transfer->error != 0 || transfer->cancelled || transfer->recalled;
     char* data = transfer->data;
-    const Tier& tier = tiers[transfer->slot.tier];
+    Tier& tier = tiers[transfer->slot.tier];
+    int64_t paced_until = 0;
+    if (tier.addressable && !skip)
+      paced_until = tier.link.end_of(
+          tier.rates, transfer->write, n, at == 0 && !transfer->joins, transfer->awaited);
     if (!tier.call) ++transferring_;  // see Note [Fork]
     auto begun = meter.begin(transfer->write);
     guard.unlock();
     int error = skip ? 0 : tier.move(transfer->write, data + at, n, transfer->slot.offset + at);
+    if (tier.rates.charges() && !error) pass_until(paced_until);
     guard.lock();
     if (!tier.call) --transferring_;
     int64_t done = skip || error ? 0 : n;
@@ -645,6 +927,19 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
     }
   }
   int64_t bytes = transfer->bytes;
+  if (transfer->placed && !transfer->error && !transfer->cancelled && !transfer->recalled) {
+    // Its page tables are filled here, and moved to the range as a whole.
+    transfer->summing = true;
+    ++transferring_;
+    int fd = tiers[transfer->slot.tier].fds[0];
+    guard.unlock();
+    void* got = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, transfer->slot.offset);
+    guard.lock();
+    --transferring_;
+    idle_.notify_all();
+    if (got != MAP_FAILED) transfer->window = static_cast<char*>(got);
+  }
+  if (transfer->window && (transfer->cancelled || transfer->recalled)) munmap(transfer->window, bytes);
   if (transfer->cancelled) {
     if (transfer->data) {  // else it was called back
       pages().keep_merged(transfer->data, bytes);
@@ -662,6 +957,7 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
   } else {
     finish_read(transfer);
   }
+  if (Tier& tier = tiers[transfer->slot.tier]; tier.addressable) tier.link.end(transfer->write);
   delete transfer;
   --under_way_;
   progress();
@@ -687,6 +983,8 @@ void Ranges::finish_write(Transfer* transfer) {
   range->place = Place::kAway;
   counters.live -= range->bytes;
   pages().keep_merged(transfer->data, transfer->bytes);
+  if (!transfer->window) return;
+  if (!settle_slow(range, transfer->window)) munmap(transfer->window, transfer->bytes);  // it comes back when touched
 }
 
 void Ranges::finish_read(Transfer* transfer) {
@@ -725,6 +1023,9 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   ending_ = stopping_ = false;
   counted.written = counted.read = counted.released = counted.faults = counted.write_faults = 0;
   counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
+  counted.charged_ns = counted.in_place = counted.placed = counted.fetched = 0;
+  counted.born_slow = counted.compacted = 0;
+  counted.peak_slow = counted.slow;
   remakes().counted = {};
   meter.forget();
   forget_trouble();
@@ -752,6 +1053,12 @@ int Ranges::stop_waiting(bool bring_back) {
     if (range->serial != serial || range->place == Place::kHere) continue;
     // What leaves is called back at no price; what is away is read where somebody may ask for it.
     if (range->place == Place::kLeaving || bring_back) bring_waiting(range, guard, false);
+    if (range->serial != serial) continue;
+    if (range->place == Place::kSlow) {
+      char* room = pages().take_beyond_budget(range->bytes);
+      int failed = room ? move_here(range, room) : ENOMEM;
+      if (failed && !error) error = failed;
+    }
     if (range->serial == serial && range->lost && !error) error = range->lost;
   }
   stopping_ = true;
@@ -787,6 +1094,8 @@ void Ranges::pause_for_fork() {
   // A child shares no memory with its parent.
   for (Range* range : by_age_)
     if (range->place == Place::kHere && pages().is_of_file(range->start)) take_off_file(range);
+  for (Range* range : by_age_)  // see Note [Slow]
+    if (range->place == Place::kSlow) protect(range);
   if (running() && pipe2(fork_pipe_, O_CLOEXEC | O_NONBLOCK) != 0) fork_pipe_[0] = fork_pipe_[1] = -1;
 }
 
@@ -825,6 +1134,10 @@ void Ranges::abandon_in_child() {
   inherited_ = static_cast<int32_t>(tiers.size());
   for (Range* range : by_age_) {
     range->leave_asked = false;
+    if (range->place == Place::kSlow) {
+      if (mprotect(range->start, range->bytes, PROT_NONE) != 0) std::abort();
+      range->place = Place::kAway;
+    }
     if (is_discarded(range)) range->lost = kNotRemade;
     Transfer* transfer = range->transfer;
     if (!transfer) continue;
@@ -839,7 +1152,7 @@ void Ranges::abandon_in_child() {
       pages().keep_merged(transfer->data, range->bytes);
     }
   }
-  counted.leaving = counted.arriving = under_way_ = 0;
+  counted.leaving = counted.arriving = under_way_ = counted.slow = 0;
 }
 
 bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard) {

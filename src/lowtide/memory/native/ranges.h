@@ -20,6 +20,12 @@
 // inherited. While it lives, those slots are neither written again nor given to others. It holds one end of a pipe; when
 // that is closed, the child is gone. The child never writes to a tier of its parent's; it may start tiers of its own.
 //
+// Note [Slow]: of a tier that is addressable a range may have the pages at its own addresses. Its slot is then the range:
+// whoever writes the one writes the other, and leaving or returning copies pages on the movers' threads. On the way out the
+// range's pages are detached, and who touches it waits until it has landed, for the plan counts on its fast memory. On the
+// way back it has no access; before, nobody may use it. Pages of a file are shared with children, who must not see what
+// changes after the fork: they serve themselves from the slots as they were, and the parent writes to slots of its own.
+//
 // Note [Lost]: a read that fails while somebody waits for it is raised, and its slot stays: as soon as the error has been
 // told, the next touch reads again. Whoever cannot be refused (a fault) gets pages full of ones meanwhile, which are NaN
 // in every floating type; they never leave, and go when the error has been told. A read ahead of its use that fails is
@@ -61,6 +67,9 @@ struct Transfer {
   int64_t bytes;
   Slot slot;
   int64_t forks = 0;  // how many there had been when the slot was last written, or is
+  bool placed = false;     // its range is to have the slot's pages at its addresses
+  char* window = nullptr;  // these pages, until it has
+  bool joins = false;      // the run of pages of the transfer before it
   bool cancelled = false;  // its range is gone, or has its pages back
   bool recalled = false;   // its range wants the pages back once nobody reads them
   bool summing = false;    // a checksum is being made of its pages
@@ -77,6 +86,12 @@ struct RangeCounters {
   int64_t faults = 0, write_faults = 0, touches = 0;
   int64_t waits = 0, wait_ns = 0;
   int64_t beyond = 0;  // bytes that came back beyond the budget
+  int64_t slow = 0, peak_slow = 0;  // bytes in slow memory, in place
+  int64_t charged_ns = 0;           // that operators took longer for them
+  int64_t in_place = 0;             // operators that found operands there
+  int64_t placed = 0, fetched = 0;  // bytes that migrated out to be touched in place, and back
+  int64_t born_slow = 0;            // bytes that were allocated there
+  int64_t compacted = 0;            // bytes that moved within it, so that what is free is one piece
 };
 
 // An error that cannot be thrown where it happens (in an observer, in a fault): the next allocation or the step's end does.
@@ -100,10 +115,13 @@ class Ranges {
   int64_t write_clock = 0;       // counts operators, and writes outside of them
   Order order = Order::kOldest;
   int32_t home_tier = 0;         // where ranges leave to that no plan sends elsewhere
+  int64_t touched_bytes = 0;     // a clock; see Note [Charging]
 
   // ---- blocks come and go ----
 
   Range* add(char* start, int64_t bytes, int64_t serial);
+  // A block in slow memory, or nullptr: there is none, or it is full.
+  Range* add_slow(int64_t bytes, int32_t tier, int64_t serial);
   // Forget a range whose owner frees it; its pages go to those that are kept.
   void remove(Range* range);
   // Take over memory of another allocator: the whole pages inside it may leave from here on.
@@ -136,6 +154,24 @@ class Ranges {
   // Start to bring back what is away, if there is room now without giving anything up.
   bool prefetch(Range* range);
   bool make_writable(Range* range);
+  // Have slow memory's pages at the addresses of a range that is away there: from `window`, or as they are in its slot.
+  bool settle_slow(Range* range, char* window);
+  // Start to bring a range from slow to fast memory, if there is room now and nobody uses it.
+  bool fetch_slow(Range* range);
+  // Go on once a range that migrates to slow memory is there.
+  void landing_waiting(int64_t serial, std::unique_lock<std::mutex>& guard);
+  // Bring a range from slow to fast memory before it is used, as long as room for it is on its way.
+  void fetch_slow_waiting(int64_t serial, std::unique_lock<std::mutex>& guard);
+  // Whether its pages are at its addresses.
+  static bool is_reachable(const Range* range) {
+    return range->place == Place::kHere || range->place == Place::kSlow;
+  }
+  // The first tier that operators reach, or -1.
+  int32_t slow_tier() const {
+    for (size_t i = inherited_; i < tiers.size(); ++i)
+      if (tiers[i].addressable) return static_cast<int32_t>(i);
+    return -1;
+  }
   // Have writes fault that nobody announces; not those of borrowers: the kernel may write for them, and would fail.
   void protect(Range* range);
   // The range changes: by the operator with that number, or by nobody who is known.
@@ -156,10 +192,14 @@ class Ranges {
   void let_go(Range* range);
   static bool is_discarded(const Range* range);
 
-  // Start to give a range's pages up; false if that is not possible now.
-  bool leave(Range* range, int32_t tier);
+  // Start to give a range's pages up; false if that is not possible now. `placed`: operators touch it in place there.
+  bool leave(Range* range, int32_t tier, bool placed = false);
+  // Free `need` bytes at once by what operators use now, which they go on to use in slow memory. False: there is none.
+  bool displace(int64_t need);
   // Give a lost range pages all the same: see Note [Lost].
   void fill_lost(Range* range);
+  // A range's bytes in slow memory are gone: see Note [Lost].
+  void lose_slow(Range* range, int code);
   // Start to free `need` bytes, the best first; returns what is free or on its way.
   // `at_fault`: see Note [Grace].
   int64_t make_room(int64_t need, bool at_fault = false);
@@ -171,7 +211,7 @@ class Ranges {
   int64_t movable_bytes() const {
     int64_t total = 0;
     for (const Range* range : by_age_)
-      if (range->place != Place::kAway && range->pins == 0 && (range->place != Place::kHere || is_loose(range)))
+      if (pays_fast(range) && range->pins == 0 && (range->place != Place::kHere || is_loose(range)))
         total += range->bytes;
     return total;
   }
@@ -251,11 +291,26 @@ class Ranges {
   // Give a leaving range its pages back. False: somebody still reads them; they come back when that ends.
   bool call_back(Range* range);
   void settle(Range* range, char* pages);
+  bool own_slot(Range* range);
+  // Copy a range from slow memory into pages, on this thread. An errno: it is where it was.
+  int move_here(Range* range, char* room);
+  static bool pays_fast(const Range* range) {
+    return range->place != Place::kAway && range->place != Place::kSlow;
+  }
+  void count_slow(int64_t bytes) {
+    counted.slow += bytes;
+    counted.peak_slow = std::max(counted.peak_slow, counted.slow);
+  }
   // In a forked child, which has no threads: bring a range back on this one.
   bool bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& guard);
   void forget(Range* range);
   void begin_read(Range* range, char* pages, bool urgent);
   void hurry(Transfer* transfer);
+  void enqueue(Transfer* transfer);
+  // An offset in a tier, or -1: it is full, for the reason that `error` says. Slow memory in pieces is put together first.
+  int64_t take_slot(int32_t tier, int64_t bytes, int& error);
+  void compact(int32_t tier);
+  bool slide(Range* range);
   void give_slot(Slot& slot, int64_t bytes, int64_t forks);
   void give_extent(const Slot& slot, int64_t bytes);
   bool is_shared(int64_t forks);

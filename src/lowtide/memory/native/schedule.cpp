@@ -18,6 +18,8 @@ void Schedule::clear() {
   plans_.clear();
   bound_.clear();
   deferred_.clear();
+  landing_.clear();
+  returning_.clear();
   calls_.clear();
   remakes().forget_experience();
 }
@@ -41,6 +43,8 @@ void Schedule::begin_step(int64_t id) {
 void Schedule::follow(Plan* plan) {
   plan_ = plan;
   deferred_.clear();
+  landing_.clear();
+  returning_.clear();
   Ranges& all = ranges();
   all.each([](Range* range) {
     range->storage = -1;
@@ -54,6 +58,8 @@ void Schedule::follow(Plan* plan) {
     bound_[storage] = serial;
     range->storage = storage;
     range->tracked = plan->leaves_again[storage];
+    // Another plan had it in slow memory: it comes back as soon as there is room.
+    if (range->place == Place::kSlow && plan->birth_tier[storage] < 0) deferred_.push_back(storage);
   };
   for (auto [serial, storage] : plan->by_serial) bind(storage, serial);
   for (const Born& born : born_) {
@@ -146,10 +152,26 @@ void Schedule::discard(Range* range, const Action& action) {
   if (remakes().discard(range, action.tier, decision, calls)) return;
   if (range->pins > 0 || range->place == Place::kArriving) {
     range->leave_asked = true;
+    range->leave_placed = false;
     range->leave_tier = action.tier;
   } else {
     ranges().leave(range, action.tier);
   }
+}
+
+void Schedule::migrations_waiting(std::unique_lock<std::mutex>& guard) {
+  std::vector<int64_t> landing = std::move(landing_), returning = std::move(returning_);
+  landing_.clear();
+  returning_.clear();
+  for (int64_t serial : landing) ranges().landing_waiting(serial, guard);
+  for (int64_t serial : returning) ranges().fetch_slow_waiting(serial, guard);
+}
+
+int32_t Schedule::birth_tier(int64_t bytes) const {
+  if (!plan_ || cursor_ + 1 >= static_cast<int64_t>(plan_->by_birth.size())) return -1;
+  auto& births = plan_->by_birth[cursor_ + 1];
+  auto found = births.find(born_since_);
+  return found == births.end() || plan_->bytes[found->second] != bytes ? -1 : plan_->birth_tier[found->second];
 }
 
 std::vector<int64_t> Schedule::do_actions() {
@@ -162,6 +184,15 @@ std::vector<int64_t> Schedule::do_actions() {
       if (!all.prefetch(range)) deferred_.push_back(action.storage);
       continue;
     }
+    if (action.kind == Action::kLanded) {
+      landing_.push_back(range->serial);
+      continue;
+    }
+    if (action.kind == Action::kReturn) {
+      returning_.push_back(range->serial);
+      std::erase(deferred_, action.storage);
+      continue;
+    }
     if (action.kind == Action::kRemake) {
       if (range->recipe) due.push_back(range->serial);
       if (!Ranges::is_discarded(range)) all.prefetch(range);
@@ -172,17 +203,22 @@ std::vector<int64_t> Schedule::do_actions() {
       discard(range, action);
       continue;
     }
+    bool placed = action.kind == Action::kPlace;
     if (range->pins > 0 || range->place == Place::kArriving) {
       range->leave_asked = true;
       range->leave_tier = action.tier;
+      range->leave_placed = placed;
+    } else if (placed && range->place == Place::kAway && range->slot.tier == action.tier) {
+      all.settle_slow(range, nullptr);
     } else {
-      all.leave(range, action.tier);
+      all.leave(range, action.tier, placed);
     }
   }
   size_t left = 0;
   for (int64_t storage : deferred_) {
     Range* range = all.of_serial(bound_[storage]);
-    if (range && range->place == Place::kAway && !all.prefetch(range)) deferred_[left++] = storage;
+    bool away = range && (range->place == Place::kAway || range->place == Place::kSlow);
+    if (away && !all.prefetch(range)) deferred_[left++] = storage;
   }
   deferred_.resize(left);
   return due;

@@ -12,7 +12,9 @@ namespace lowtide {
 
 // What a plan does with a storage when an operator begins.
 struct Action {
-  enum Kind : int32_t { kLeave = 0, kFetch = 1, kDiscard = 2, kRemake = 3 };
+  // kPlace: leave to slow memory, to be touched in place. kLanded: the operator waits until it is there. kReturn: it comes
+  // back before the operator begins, if room for it is on its way.
+  enum Kind : int32_t { kLeave = 0, kFetch = 1, kDiscard = 2, kRemake = 3, kPlace = 4, kLanded = 5, kReturn = 6 };
   int32_t kind;
   int32_t tier;
   int64_t storage;
@@ -35,6 +37,7 @@ struct Plan {
   std::vector<int64_t> bytes;                // by storage
   std::vector<int32_t> tier;                 // by storage: where it leaves to if memory runs out
   std::vector<bool> leaves_again;            // by storage: worth knowing whether it changes
+  std::vector<int32_t> birth_tier;           // by storage: the slow memory that it is made in, or begins the step in; or -1
   std::unordered_map<int64_t, int64_t> by_serial;              // storages from before the step
   std::vector<std::unordered_map<int64_t, int64_t>> by_birth;  // by operator + 1: the k-th large block made since it began
 };
@@ -56,6 +59,10 @@ class Schedule {
   }
   // An operator of the step begins: `name` is its number in the log. Returns the ranges that have to be made before.
   std::vector<int64_t> on_operator(int64_t name);
+  // Wait for the migrations that the operator has to wait for.
+  void migrations_waiting(std::unique_lock<std::mutex>& guard);
+  // The slow memory that the block of `bytes` that is made next is to be allocated in, or -1.
+  int32_t birth_tier(int64_t bytes) const;
   // Whether its call is to be remembered.
   bool remembers() const {
     return plan_ && plan_->remembered[cursor_];
@@ -124,6 +131,7 @@ class Schedule {
   std::vector<Wait> waits_;
   std::vector<int64_t> bound_;     // serial of the range behind each storage of the plan
   std::vector<int64_t> deferred_;  // storages that are due but found no room
+  std::vector<int64_t> landing_, returning_;  // serials of ranges that the operator waits for
 };
 
 Schedule& schedule();

@@ -14,6 +14,7 @@ namespace {
 
 std::vector<Tier> waiting_tiers;
 constexpr uint64_t kPrime = 0x100000001B3ull;  // of a hash
+constexpr int64_t kStorageColumns = 7;
 
 void pause_ranges() {
   ranges().pause_for_fork();
@@ -65,6 +66,29 @@ void lt_tier_add(const int* fds, int fd_count, int64_t stripe, int64_t capacity,
   tier.call = call;
   tier.extents = Extents(capacity);
   waiting_tiers.push_back(std::move(tier));
+}
+
+// Say of the tier that was added last that operators read and write it in place, and what that costs. Rates in bytes per
+// second, times in seconds; see SlowRates for their order. All 0: as it comes.
+void lt_tier_addressable(const double* rates, int64_t cache_bytes, int own_channel, int duplex) {
+  Tier& tier = waiting_tiers.back();
+  tier.addressable = true;
+  auto per_ns = [](double per_s) { return per_s * 1e-9; };
+  SlowRates& r = tier.rates;
+  r.read = per_ns(rates[0]);
+  r.write = per_ns(rates[1]);
+  r.mixed_share = rates[2];
+  r.latency_ns = rates[3] * 1e9;
+  r.fast = per_ns(rates[4]);
+  r.migrate_out = per_ns(rates[5]);
+  r.migrate_in = per_ns(rates[6]);
+  r.waited_out = per_ns(rates[7]);
+  r.waited_in = per_ns(rates[8]);
+  r.out_latency_ns = rates[9] * 1e9;
+  r.in_latency_ns = rates[10] * 1e9;
+  r.own_channel = own_channel != 0;
+  r.duplex = duplex != 0;
+  r.cache_bytes = cache_bytes;
 }
 
 // Whether ranges may leave now.
@@ -149,7 +173,21 @@ int lt_leave(c10::TensorImpl* tensor, int tier) {
   return range && ranges().leave(range, tier) ? 0 : -1;
 }
 
-// Where a tensor's bytes are: 0 here, 1 leaving, 2 away, 3 arriving; -1: it is not a range.
+// Start to have a tensor's pages in slow memory, where it is touched in place. Returns 0, or -1: not now.
+int lt_place_in(c10::TensorImpl* tensor, int tier) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  return range && ranges().leave(range, tier, true) ? 0 : -1;
+}
+
+// Start to have a tensor's pages in fast memory. Returns 0, or -1: not now.
+int lt_fetch(c10::TensorImpl* tensor) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  return range && ranges().prefetch(range) ? 0 : -1;
+}
+
+// Where a tensor's bytes are: 0 here, 1 leaving, 2 away, 3 arriving, 4 in slow memory; -1: it is not a range.
 int lt_place(c10::TensorImpl* tensor) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   Range* range = range_of(tensor);
@@ -218,7 +256,9 @@ int64_t lt_shrink() {
 }
 
 // leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges, bytes away;
-// bytes discarded, calls that ran again, ns that took, trials, ranges that were not discarded
+// bytes discarded, calls that ran again, ns that took, trials, ranges that were not discarded; bytes in slow memory, the
+// most of them, ns charged, operators that touched them, bytes that migrated there and back, bytes that were made there,
+// bytes that moved within it
 void lt_range_counters(int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   const RangeCounters& c = ranges().counted;
@@ -227,7 +267,9 @@ void lt_range_counters(int64_t* out) {
   const RemakeCounters& r = remakes().counted;
   int64_t values[] = {c.leaving, c.arriving, c.written, c.read,   c.released,       c.faults,
                       c.write_faults, c.touches, c.waits, c.wait_ns, c.beyond, ranges().count(),
-                      away, r.discarded, r.calls, r.ns, r.trials, r.refused};
+                      away, r.discarded, r.calls, r.ns, r.trials, r.refused,
+                      c.slow, c.peak_slow, c.charged_ns, c.in_place, c.placed, c.fetched, c.born_slow,
+                      c.compacted};
   std::memcpy(out, values, sizeof(values));
 }
 
@@ -238,6 +280,8 @@ void lt_tier_counters(int tier, int64_t* out) {
   out[0] = ranges().tiers.at(tier).written_bytes;
   out[1] = ranges().tiers.at(tier).read_bytes;
   out[2] = ranges().tiers.at(tier).extents.used();
+  out[3] = ranges().tiers.at(tier).link.runs;
+  out[4] = ranges().tiers.at(tier).link.run_bytes;
 }
 
 void lt_range_meter(double* out) {
@@ -257,7 +301,7 @@ void lt_take_trouble(int64_t* out) {
 // ---- plans ----
 
 // Compile a plan. `names`: of its operators. Storages: serial (-1: made in the step), operator before its birth and its
-// number there, bytes, tier, whether it leaves again. Uses: operators, by storage, from use_begin[i] to use_begin[i + 1].
+// number there, bytes, tier, whether it leaves again, the slow memory that it begins in or -1. Uses: operators, by storage, from use_begin[i] to use_begin[i + 1].
 // Actions: operator, kind, storage, tier, decision. Decisions: operators, by decision, from remade_begin[i] to
 // remade_begin[i + 1]. Returns its number.
 int64_t lt_plan_add(
@@ -277,7 +321,7 @@ int64_t lt_plan_add(
   plan->actions.resize(op_count);
   plan->by_birth.resize(op_count + 1);
   for (int64_t i = 0; i < storage_count; ++i) {
-    const int64_t* row = storages + 6 * i;
+    const int64_t* row = storages + kStorageColumns * i;
     if (row[0] >= 0)
       plan->by_serial.emplace(row[0], i);
     else
@@ -285,6 +329,7 @@ int64_t lt_plan_add(
     plan->bytes.push_back(row[3]);
     plan->tier.push_back(static_cast<int32_t>(row[4]));
     plan->leaves_again.push_back(row[5] != 0);
+    plan->birth_tier.push_back(static_cast<int32_t>(row[6]));
     plan->uses.emplace_back(uses + use_begin[i], uses + use_begin[i + 1]);
   }
   for (int64_t i = 0; i < action_count; ++i) {
@@ -307,8 +352,8 @@ int64_t lt_plan_add(
       if (action.kind == Action::kDiscard) {
         uint64_t& key = plan->decisions[action.decision].key;
         key = (key ^ static_cast<uint64_t>(plan->bytes[action.storage])) * kPrime;
-        key = (key ^ static_cast<uint64_t>(storages[6 * action.storage + 1])) * kPrime;
-        key = (key ^ static_cast<uint64_t>(storages[6 * action.storage + 2])) * kPrime;
+        key = (key ^ static_cast<uint64_t>(storages[kStorageColumns * action.storage + 1])) * kPrime;
+        key = (key ^ static_cast<uint64_t>(storages[kStorageColumns * action.storage + 2])) * kPrime;
       }
   std::lock_guard<std::mutex> guard(pages().mutex);
   if (decision_count > 0) remakes().start();

@@ -1,6 +1,8 @@
-// A tier: where bytes live when they are not in fast memory. Files that are striped, or a medium written in Python.
+// A tier: where bytes live when they are not in fast memory. Files that are striped, or a medium written in Python; or one
+// file that is slow memory, which ranges map in place.
 #pragma once
 #include "range.h"
+#include "slow.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -62,6 +64,34 @@ class Extents {
     return used_;
   }
 
+  // What is left, in however many pieces; a large number where no bound is known.
+  int64_t room() const {
+    return capacity_ < 0 ? INT64_MAX - used_ : capacity_ - used_;
+  }
+
+  // How many free bytes lie right before `offset`.
+  int64_t free_before(int64_t offset) const {
+    auto after = by_start_.lower_bound(offset);
+    if (after == by_start_.begin()) return 0;
+    auto [start, length] = *std::prev(after);
+    return start + length == offset ? length : 0;
+  }
+
+  // Move an extent down by all bytes that are free right before it. Returns its new offset.
+  int64_t slide(int64_t offset, int64_t n) {
+    int64_t to = offset - free_before(offset);
+    give(offset, n);
+    used_ += n;
+    if (to == end_) {
+      end_ += n;
+      return to;
+    }
+    int64_t length = by_start_.at(to);
+    remove(to, length);
+    if (length > n) add(to + n, length - n);
+    return to;
+  }
+
  private:
   void add(int64_t offset, int64_t n) {
     by_start_.emplace(offset, n);
@@ -89,8 +119,30 @@ struct Tier {
   std::vector<int> fds;
   int64_t stripe = 8 << 20;
   MediumCall call = nullptr;
+  bool addressable = false;  // its pages can be mapped: operators compute on them
+  SlowRates rates;           // of an addressable tier
+  MigrationLink link;
   Extents extents;
   int64_t written_bytes = 0, read_bytes = 0;
+  int64_t laid_out = 0;  // bytes of an addressable tier's file that are allocated
+
+  // An offset for `n` bytes, or -1: the tier is full, for the reason that `error` says. What is mapped must be allocated
+  // before: a full disk could not be told to whoever writes there.
+  int64_t take(int64_t n, int& error) {
+    int64_t offset = extents.take(n);
+    error = ENOSPC;
+    if (offset < 0 || !addressable || offset + n <= laid_out) return offset;
+    constexpr int64_t kGrowth = 16 << 20;
+    int64_t more = std::max(offset + n - laid_out, kGrowth);
+    error = posix_fallocate(fds[0], laid_out, more);
+    if (error) error = posix_fallocate(fds[0], laid_out, more = offset + n - laid_out);
+    if (error) {
+      extents.give(offset, n);
+      return -1;
+    }
+    laid_out += more;
+    return offset;
+  }
 
   // Move whole pages; blocks. Returns 0, an errno or one of the codes above.
   int move(bool write, char* data, int64_t n, int64_t offset) const {

@@ -28,7 +28,7 @@ class Cori:
     summary = "slow memory read in place: Sentinel with an interval found from how soon storages are used again"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Cori (Doudali et al., IPDPS 2021, arXiv 2101.07200)",
         reconstructed="the bins are reuse times in layers; the first of two trials that is no better ends the search",
     )

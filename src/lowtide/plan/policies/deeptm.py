@@ -33,7 +33,7 @@ class DeepTm:
     )
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="DeepTM (Zhou et al., IEEE TPDS 2024)",
         reconstructed="everything but the abstract: the four characteristics (access, size, lifetime, reuse distance), "
         "how weights adapt, blocks below 2 MiB of equal life and heat, knobs, observations, actions, rewards and PPO",

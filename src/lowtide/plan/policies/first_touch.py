@@ -18,7 +18,7 @@ class FirstTouch:
     summary = "slow memory read in place: fast memory is filled in the order of allocation, nothing moves"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="the default of Linux on NUMA machines",
         reconstructed="what an operator needs beside its operands always finds fast memory",
     )

@@ -21,7 +21,7 @@ class Halo:
     summary = "slow memory read in place: what gains most per byte and lifetime is in fast memory, or moves in later"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="HALO (Han et al., IEEE TC 2020)",
         reconstructed="the benefit is a roofline's; the order of packing; migrations are waited for and have to pay "
         "for themselves; it is first touch where that is predicted to be faster",

@@ -46,7 +46,7 @@ class Sentinel:
     summary = "slow memory read in place: long-lived storages migrate by intervals of layers, short-lived never do"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Sentinel (Ren et al., HPCA 2021, arXiv 1909.05182)",
         reconstructed="a layer is a stretch of operators of one module; groups are formed by equal first and last "
         "layer and access count; what does not fit stays in slow memory, least accessed per byte first",

@@ -32,7 +32,7 @@ class Soft2Lm:
     summary = "slow memory read in place: filled by advice on kinds of storages, few pages a second move to fast memory"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Soft2LM (Giardino et al., NAS 2016)",
         reconstructed="the advice for training; the threshold is a share of the step; the rate is that of the paper, "
         "1000 pages a second",

@@ -25,7 +25,7 @@ class Tahoe:
     summary = "slow memory read in place: a knapsack chooses what is in fast memory in each window of the step"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Tahoe (Wu, Ren and Li, SC 2018)",
         reconstructed="a window is an equal part of the step's time; times come from the roofline, not from counters "
         "and a network; the knapsack is exact up to 20,000 nodes",

@@ -22,7 +22,7 @@ class TierTrain:
     summary = "slow memory below DRAM: idle storages leave and return by queues, the rest is in place; a reconstruction"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED,),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="TierTrain (Intel, ISMM 2025)",
         reconstructed="all but the abstract: which tensors leave, how early they return (twice their transfer), and "
         "that what cannot leave in time is used in slow memory",

@@ -19,7 +19,7 @@ class TwoLevel:
     summary = "slow memory under a hardware cache (2LM): the least recently used is written back, misses are waited for"
     about = About(
         family=Family.PLACEMENT,
-        runs=(Runs.SIMULATED, Runs.MODEL),
+        runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Intel Optane Memory Mode, as AutoTM compares with it",
         reconstructed="whole storages instead of lines of 64 bytes, least recently used instead of direct mapping; "
         "what an operator makes is not read first; operands beyond the cache's size are touched in place",

@@ -43,13 +43,16 @@ def check(plan: Plan, problem: Problem) -> None:
 
 
 def check_executable(plan: Plan, problem: Problem) -> None:
-    """Raise `PlanError` unless whoever executes the plan can do all it says: every rule but the budget (V4).
+    """Raise `PlanError` unless whoever executes the plan can do all it says: every rule but room (V4 and V8).
 
-    The budget is kept where memory is allocated. A policy that cannot meet it says so in its plan, and what is missing
-    then is given up when memory runs out; a plan that the executor cannot follow would be followed in part.
+    The budget is kept where memory is allocated, a tier's capacity where its bytes are. A policy that cannot meet them
+    says so in its plan; what is missing then is given up when memory runs out, and what finds its tier full goes to the
+    next or stays. A plan that the executor cannot follow would be followed in part.
     """
     check_shape(plan, problem)
-    run(plan, replace(problem, budget_bytes=_NO_BUDGET), burdens(plan, problem))
+    links = {name: replace(link, capacity_bytes=None) for name, link in problem.machine.links.items()}
+    roomy = replace(problem, budget_bytes=_NO_BUDGET, machine=replace(problem.machine, links=links))
+    run(plan, roomy, burdens(plan, problem))
 
 
 def replay(plan: Plan, problem: Problem) -> Replay:

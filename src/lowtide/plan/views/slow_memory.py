@@ -40,7 +40,7 @@ class SlowMemory:
         self.lives: Mapping[int, Life] = {
             storage: life
             for storage, life in problem.trace.lives().items()
-            if problem.trace.storages[storage].nbytes and self.count
+            if self.count and problem.trace.storages[storage].nbytes >= max(1, problem.trace.least_bytes)
         }
         self._heirs = problem.trace.heirs()
         self._extra: dict[tuple[int, int], float] = {}

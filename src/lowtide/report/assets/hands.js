@@ -55,6 +55,7 @@ class Chart extends Drawing {
       const compute = this.lanes[this.focus.lanes.indexOf("compute")];
       const running = compute[Math.max(0, firstAfter(compute.map((k) => spans.start[k]), at) - 1)];
       const rows = [["live", formatBytes(live)], ["free in the budget", formatBytes(figures.budget_bytes - live)]];
+      for (const tier of this.step.tiers) rows.push([`in ${tier.tier}`, formatBytes(tier.held[firstAfter(tier.at, at) - 1] ?? 0)]);
       if (running !== undefined) {
         rows.push(["unmanaged", formatBytes(this.focus.ops.peak[spans.op[running]])]);
         rows.push([spans.end[running] >= at ? "running" : "waiting after", this.spanName(running)]);

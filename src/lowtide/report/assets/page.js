@@ -69,7 +69,7 @@ function drawVerdict(step) {
 function drawLegend() {
   const line = (color, text) => make("span", {}, make("i", { class: "line", style: `border-color:var(--${color})` }), text);
   const box = (color, text) => make("span", {}, make("i", { style: `background:var(--${color})` }), text);
-  byId("legend").replaceChildren(box("memory", "live memory"), box("ghost", "without Lowtide"), line("budget", "budget"), box("forward", "forward"), box("backward", "backward"),
+  byId("legend").replaceChildren(box("memory", "live memory"), box("ghost", "without Lowtide"), line("budget", "budget"), line("out", "in a tier below"), box("forward", "forward"), box("backward", "backward"),
     box("update", "update"), box("recompute", "recompute"), box("stall", "stall"), box("out", "leaving"), box("away", "away"), box("in", "coming back"));
 }
 

@@ -27,7 +27,8 @@ class Drawing {
     this.events = start.map((_, index) => index).filter((index) => this.focus.lanes[lane[index]] !== "compute");
     this.rows = step.journeys.map((_, index) => index).filter((index) => step.journeys[index].back !== null || step.journeys[index].out !== null);
     this.rowHeight = this.rows.length ? Math.min(9, 360 / this.rows.length) : 0;
-    this.top = Math.max(this.trace.peak_bytes, step.figures.budget_bytes, step.figures.peak_bytes) * 1.06;
+    const held = step.tiers.map((tier) => tier.held.reduce((most, nbytes) => Math.max(most, nbytes), 0));
+    this.top = Math.max(this.trace.peak_bytes, step.figures.budget_bytes, step.figures.peak_bytes, ...held) * 1.06;
     this.whole();
   }
 
@@ -174,6 +175,9 @@ class Drawing {
       pen.fillRect(x, MEMORY_TOP, Math.max(0.5, this.x(spans.end[k]) - x), MEMORY_HEIGHT);
     }
     this.outline(memory.at, memory.live, this.color("memory-fill"), this.color("memory"));
+    pen.setLineDash([3, 3]);
+    for (const tier of this.step.tiers) this.outline(tier.at, tier.held, null, this.color("out"));
+    pen.setLineDash([]);
     const y = Math.round(this.y(figures.budget_bytes)) + 0.5;
     pen.strokeStyle = this.color("budget");
     pen.lineWidth = 1.6;
