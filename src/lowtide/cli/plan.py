@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.cases import budget_for, check_budget, check_floor, read_machine, read_trace, warn_of_mixed_times
+from lowtide.cli.cases import (
+    budget_for,
+    check_budget,
+    check_floor,
+    read_machine,
+    read_trace,
+    recompute_option,
+    verified,
+    warn_of_mixed_times,
+)
 from lowtide.cli.checks import check_policy
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.errors import BadArgument, PlanError
+from lowtide.errors import BadArgument
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
-    from lowtide.core.plan import Plan
     from lowtide.core.trace import Trace
+    from lowtide.report import Settled
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,16 +34,24 @@ if TYPE_CHECKING:
 @click.option("--budget", metavar="B", help="Plan for this much tensor memory, such as 2GiB.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
+@recompute_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
 def command(
-    *, floor_only: bool, budget: str | None, policy: str, machine: str | None, as_json: bool, trace_path: Path
+    *,
+    floor_only: bool,
+    budget: str | None,
+    policy: str,
+    machine: str | None,
+    no_recompute: bool,
+    as_json: bool,
+    trace_path: Path,
 ) -> int:
     """Tell what the step recorded in TRACE needs and, with --budget, what a policy would do.
 
-    Runs nothing. Without --machine, operators take the trace's times and the disk is the one that 'lowtide probe'
-    measured, or an ordinary one if that was never run; with it, both are the named machine's. A budget below the floor
-    is refused with exit code 2.
+    Runs nothing: the step is simulated, as 'lowtide simulate' does it. Without --machine, operators take the trace's
+    times and the disk is the one that 'lowtide probe' measured, or an ordinary one if that was never run; with it, both
+    are the named machine's. A budget below the floor is refused with exit code 2.
 
     \b
     Examples:
@@ -48,10 +66,11 @@ def command(
     policy = check_policy(policy)
     target = read_machine(machine)
     trace = read_trace(trace_path)
-    if machine is not None:
-        from lowtide.estimate.predict import retime
+    from lowtide.report import problem_of
 
-        trace = retime(trace, target)
+    keep_times = machine is None
+    problem = problem_of(trace, target, budget_bytes=0, keep_times=keep_times, can_recompute=not no_recompute)
+    trace = problem.trace
     budget_bytes = None if budget is None else budget_for(budget, trace)
     need = _need(trace)
     if budget_bytes is None:
@@ -62,31 +81,15 @@ def command(
         return 0
     if budget_bytes < trace.floor_bytes() and not as_json:
         _print_need(trace, floor_only=False)  # the figures are the answer to a budget that is too small
-    check_floor(trace, budgets_bytes=[budget_bytes])
+    check_floor(trace, budgets_bytes=[budget_bytes], machines=[target])
     warn_of_mixed_times(trace, [target], keep_times=True)
-    plan = _plan(trace, target, budget_bytes=budget_bytes, policy=policy)
+    settled = verified(replace(problem, budget_bytes=budget_bytes), policy)
     if as_json:
-        echo_json({**need, **_decisions(trace, plan, machine=target)})
+        echo_json({**need, **_decisions(trace, settled, machine=target)})
     else:
         _print_need(trace, floor_only=False)
-        _print_plan(trace, plan, machine=target)
+        _print_plan(trace, settled, machine=target)
     return 0
-
-
-def _plan(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> Plan:
-    from lowtide import registry
-    from lowtide.core.plan import Problem
-    from lowtide.plan import verify
-
-    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes)
-    plan = registry.policy(policy).plan(problem)
-    # A reactive policy decides when memory runs out: it predicts nothing, and there is nothing to verify.
-    if plan.prediction is not None:
-        try:
-            verify.check(plan, problem)
-        except PlanError as error:
-            raise PlanError(f"policy {policy} has no plan for {format_bytes(budget_bytes)}: {error}") from error
-    return plan
 
 
 def _need(trace: Trace) -> dict[str, Any]:
@@ -102,8 +105,8 @@ def _need(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
-    prediction = plan.prediction
+def _decisions(trace: Trace, settled: Settled, *, machine: Machine) -> dict[str, Any]:
+    plan, timeline = settled.plan, settled.timeline
     return {
         "policy": plan.policy,
         "budget_bytes": plan.budget_bytes,
@@ -112,9 +115,10 @@ def _decisions(trace: Trace, plan: Plan, *, machine: Machine) -> dict[str, Any]:
         "swaps": len(plan.swaps),
         "swapped_bytes": sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps),
         "recomputes": len(plan.recomputes),
-        "predicted_peak_bytes": None if prediction is None else prediction.peak_bytes,
-        "predicted_step_s": None if prediction is None else prediction.step_s,
-        "predicted_stall_s": None if prediction is None else prediction.stall_s,
+        "predicted_peak_bytes": timeline.peak_bytes,
+        "predicted_step_s": timeline.step_s,
+        "predicted_stall_s": timeline.stall_s,
+        "predicted_recompute_s": timeline.recompute_s,
         "notes": list(plan.notes),
     }
 
@@ -139,27 +143,24 @@ def _print_need(trace: Trace, *, floor_only: bool) -> None:
     console().print(facts(f"What {trace.model or 'the step'} needs, {origin}", rows))
 
 
-def _print_plan(trace: Trace, plan: Plan, *, machine: Machine) -> None:
+def _print_plan(trace: Trace, settled: Settled, *, machine: Machine) -> None:
+    plan, timeline = settled.plan, settled.timeline
     moved = sum(trace.storages[swap.gap.storage].nbytes for swap in plan.swaps)
     swaps = f"{len(plan.swaps)} of {len(trace.gaps())} gaps, {format_bytes(moved)}"
     link = machine.links["spill"]
     rates = f"{format_rate(link.write_bytes_per_s)} write, {format_rate(link.read_bytes_per_s)} read, {machine.source}"
+    slower = timeline.step_s / trace.duration_s if trace.duration_s else 1.0
+    stalled = f"stalled {format_seconds(timeline.stall_s)}"
     rows = [
         ("budget", format_bytes(plan.budget_bytes)),
         ("swaps", "decided while the step runs" if plan.prediction is None and not plan.swaps else swaps),
+        *([("recomputes", f"{len(plan.recomputes)} of {len(trace.gaps())} gaps")] if plan.recomputes else []),
+        *([("in slow memory", f"{len(plan.places)} stays")] if plan.places else []),
+        ("predicted peak", format_bytes(timeline.peak_bytes)),
+        ("predicted step", f"{format_seconds(timeline.step_s)}, {slower:.2f}x unmanaged, {stalled}"),
         ("machine", machine.name),
         ("disk", f"{rates}: run 'lowtide probe'" if machine.source == "assumed" else rates),
     ]
-    if plan.prediction is not None:
-        slower = plan.prediction.step_s / trace.duration_s if trace.duration_s else 1.0
-        stalled = f"stalled {format_seconds(plan.prediction.stall_s)}"
-        rows.insert(2, ("predicted peak", format_bytes(plan.prediction.peak_bytes)))
-        rows.insert(
-            3,
-            ("predicted step", f"{format_seconds(plan.prediction.step_s)}, {slower:.2f}x unmanaged, {stalled}"),
-        )
-    if plan.recomputes:
-        rows.insert(2, ("recomputes", f"{len(plan.recomputes)} of {len(trace.gaps())} gaps"))
-    rows.extend(("note", note) for note in plan.notes)
+    rows.extend(("note", note) for note in timeline.notes)
     console().print()
     console().print(facts(f"What policy {plan.policy} would do, simulated", rows))

@@ -41,8 +41,8 @@ def fit(
     on several, that much on each, or {"cuda:0": "6GiB", "cuda:1": "10GiB", ...}: "cpu" and "disk" are for all of them.
     `spill`: a directory, a list of them (striped) or a tier URL. `policy`: a registered name or an object. `verify`:
     keep a checksum of everything that leaves and compare it when it comes back. `recompute`: whether the policy may run
-    operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto" only if told; under
-    torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or none) are not
+    operators again instead of moving bytes (None: if it can; under torch.compile, where that is not possible, it
+    swaps). `model` and `optimizer` (one, several or none) are not
     changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
