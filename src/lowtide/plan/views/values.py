@@ -103,10 +103,21 @@ class Values:
         first = min((op for k in members if (op := self.all[k].before_op) is not None), default=0)
         return dict.fromkeys(members, first)
 
-    def discards(self, moments: Mapping[int, int | None]) -> tuple[Recompute, ...]:
+    def gaps_of(self, k: int) -> tuple[Gap, ...]:
+        """Return the gaps in which what a value left waits."""
+        return tuple(self._gaps[storage] for storage in self.all[k].waiting)
+
+    def leaves_op(self, values: Iterable[int]) -> int:
+        """Return the operator from which on all that some values left can be absent."""
+        return max((gap.after_op for k in values for gap in self.gaps_of(k)), default=0)
+
+    def discards(
+        self, moments: Mapping[int, int | None], *, away: Mapping[int, Gap] | None = None
+    ) -> tuple[Recompute, ...]:
         """Return the recomputations that make values again before the operator stated (None: before their own use).
 
-        What cannot be made again then, because what it is made from is gone or has changed, stays in memory.
+        What cannot be made again then, because what it is made from is gone or has changed, stays in memory. `away`:
+        the gaps of storages that are swapped.
         """
         absent: dict[int, Gap] = {}
         for k, moment in moments.items():
@@ -115,30 +126,30 @@ class Values:
                 end = gap.before_op if moment is None or moment <= gap.after_op else min(moment, gap.before_op)
                 absent[storage] = Gap(storage=storage, after_op=gap.after_op, before_op=end)
         while True:
-            found, failed = self._recipes(absent)
+            found, failed = self._recipes(absent, {**(away or {}), **absent})
             if not failed:
                 return tuple(found)
             for storage in failed:
                 del absent[storage]
 
-    def _recipes(self, absent: Mapping[int, Gap]) -> tuple[list[Recompute], set[int]]:
+    def _recipes(self, absent: Mapping[int, Gap], gone: Mapping[int, Gap]) -> tuple[list[Recompute], set[int]]:
         due: dict[int, list[int]] = {}
         for storage, gap in absent.items():
             due.setdefault(gap.before_op, []).append(storage)
         found: list[Recompute] = []
         failed: set[int] = set()
         for moment, wanted in sorted(due.items()):
-            ops = self._recipe(wanted, moment, absent)
+            ops = self._recipe(wanted, moment, gone)
             if ops is None:
-                alone = {storage for storage in wanted if self._recipe([storage], moment, absent) is None}
+                alone = {storage for storage in wanted if self._recipe([storage], moment, gone) is None}
                 failed |= alone or set(wanted)
             else:
                 found += [Recompute(gap=absent[storage], ops=ops) for storage in wanted]
         return found, failed
 
-    def _recipe(self, wanted: Collection[int], moment: int, absent: Mapping[int, Gap]) -> tuple[int, ...] | None:
+    def _recipe(self, wanted: Collection[int], moment: int, gone: Mapping[int, Gap]) -> tuple[int, ...] | None:
         def available(storage: int) -> bool:
-            gap = absent.get(storage)
+            gap = gone.get(storage)
             there = gap is None or not gap.after_op <= moment < gap.before_op
             return there and alive_when(self._trace, storage, moment)
 
