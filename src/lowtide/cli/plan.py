@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from lowtide.cli.cases import (
     budget_for,
     check_budget,
     check_floor,
+    progress,
     read_machine,
     read_trace,
     recompute_option,
@@ -21,17 +23,21 @@ from lowtide.cli.cases import (
 from lowtide.cli.checks import check_policy
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.errors import BadArgument
+from lowtide.errors import BadArgument, PlanError
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
+    from lowtide.core.plan import Problem
     from lowtide.core.trace import Trace
-    from lowtide.report import Settled
+    from lowtide.report import Point, Settled, Wanted
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--floor", "floor_only", is_flag=True, help="Only tell the smallest budget, and what sets it.")
 @click.option("--budget", metavar="B", help="Plan for this much tensor memory, such as 2GiB.")
+@click.option("--pareto", is_flag=True, help="Show memory against time, from the floor to the peak.")
+@click.option("--max-slowdown", metavar="S", help="Find the smallest budget with a step at most this much slower: 5%.")
+@click.option("--max-written", metavar="B", help="Find the smallest budget that writes at most B a step, such as 2GiB.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @recompute_option
@@ -41,6 +47,9 @@ def command(
     *,
     floor_only: bool,
     budget: str | None,
+    pareto: bool,
+    max_slowdown: str | None,
+    max_written: str | None,
     policy: str,
     machine: str | None,
     no_recompute: bool,
@@ -59,9 +68,15 @@ def command(
       lowtide plan --budget 2GiB step.trace
       lowtide plan --budget 8GiB --machine v100 step.trace
       lowtide plan --budget 2GiB --policy swap_all --json step.trace
+      lowtide plan --pareto step.trace
+      lowtide plan --max-slowdown 5% --max-written 10GiB step.trace
     """
-    if floor_only and budget is not None:
-        raise BadArgument("--floor and --budget ask different questions: pass one of them")
+    limited = max_slowdown is not None or max_written is not None
+    asked = {"--floor": floor_only, "--budget": budget is not None, "--pareto": pareto, "--max-...": limited}
+    if sum(asked.values()) > 1:
+        names = " and ".join(name for name, given in asked.items() if given)
+        raise BadArgument(f"{names} ask different questions: pass one of them")
+    wanted = _wanted(max_slowdown, max_written)
     check_budget(budget)
     policy = check_policy(policy)
     target = read_machine(machine)
@@ -73,6 +88,15 @@ def command(
     trace = problem.trace
     budget_bytes = None if budget is None else budget_for(budget, trace)
     need = _need(trace)
+    if pareto or limited:
+        warn_of_mixed_times(trace, [target], keep_times=True)
+        points = _points(problem, policy, wanted if limited else None)
+        if as_json:
+            echo_json({**need, "policy": policy, "machine": target.name, "points": [asdict(one) for one in points]})
+        else:
+            _print_need(trace, floor_only=False)
+            _print_points(trace, points, policy=policy, machine=target)
+        return 0
     if budget_bytes is None:
         if as_json:
             echo_json(need)
@@ -90,6 +114,43 @@ def command(
         _print_need(trace, floor_only=False)
         _print_plan(trace, settled, machine=target)
     return 0
+
+
+def _wanted(max_slowdown: str | None, max_written: str | None) -> Wanted:
+    from lowtide.memory.budget import parse_budget
+    from lowtide.report import Wanted
+
+    slowdown = None
+    if max_slowdown is not None:
+        try:
+            slowdown = 1 + float(max_slowdown.strip().removesuffix("%")) / 100
+        except ValueError:
+            slowdown = 0.0
+        if not max_slowdown.strip().endswith("%") or not 1 <= slowdown < 1e6:
+            raise BadArgument(f"cannot read --max-slowdown {max_slowdown!r}: write a share of the step, such as 5%")
+    written = None if max_written is None else 0 if max_written.strip() == "0" else parse_budget(max_written).fast_bytes
+    return Wanted(slowdown=slowdown, written_bytes=written)
+
+
+def _points(problem: Problem, policy: str, wanted: Wanted | None) -> Sequence[Point]:
+    """Return the whole frontier, or the one point with the least memory that meets what is wanted."""
+    from lowtide import registry
+    from lowtide.report import frontier, smallest
+
+    chosen = registry.policy(policy)
+    if wanted is None:
+        with progress("budgets") as on_done:
+            points = frontier(problem, chosen, on_done=on_done)
+        if points:
+            return points
+        raise PlanError(f"policy {policy} has no plan for any budget up to {format_bytes(problem.trace.peak_bytes)}")
+    point = smallest(problem, chosen, wanted)
+    if point is None:
+        raise PlanError(
+            f"policy {policy} is not within these limits even with {format_bytes(problem.trace.peak_bytes)}, "
+            "the whole peak: allow more"
+        )
+    return (point,)
 
 
 def _need(trace: Trace) -> dict[str, Any]:
@@ -164,3 +225,26 @@ def _print_plan(trace: Trace, settled: Settled, *, machine: Machine) -> None:
     rows.extend(("note", note) for note in timeline.notes)
     console().print()
     console().print(facts(f"What policy {plan.policy} would do, simulated", rows))
+
+
+def _print_points(trace: Trace, points: Sequence[Point], *, policy: str, machine: Machine) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    placed = any(point.placed_bytes for point in points)
+    for name in ("budget", "of peak", "time", "swapped", "recomputed", *["placed"] * placed, "written", "stall"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in points:
+        table.add_row(
+            format_bytes(point.budget_bytes),
+            f"{point.budget_bytes / trace.peak_bytes:.0%}",
+            f"{point.slowdown:.2f}x",
+            format_bytes(point.swapped_bytes),
+            format_bytes(point.recomputed_bytes),
+            *[format_bytes(point.placed_bytes)] * placed,
+            format_bytes(point.written_bytes),
+            format_seconds(point.stall_s),
+        )
+    console().print()
+    console().print(f"Memory against time under {policy} on {machine.name}, simulated", style="bold")
+    console().print(table)

@@ -17,7 +17,7 @@ from lowtide.plan.verify import check
 from lowtide.testing.optimum import optimum
 from lowtide.testing.policies import DEAD, ENDLESS
 from lowtide.testing.shapes import resnet_trace, unet_trace
-from lowtide.testing.traces import chain_trace, machine_of
+from lowtide.testing.traces import chain_trace, machine_of, skip_trace
 from tests.plan.policies.recomputing import peak_of, problem_of
 
 TRACES = (chain_trace(10, nbytes=100, duration_s=1.0), resnet_trace(2), unet_trace(2))
@@ -100,3 +100,9 @@ def test_offmate_pays_only_for_transfers_that_do_not_hide() -> None:
     assert offmate.swaps
     assert not offmate.recomputes
     assert len(poet.swaps) < len(offmate.swaps)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_where_a_plan_passes_the_budget_the_programme_is_solved_again_with_less(share: float) -> None:
+    problem = problem_of(skip_trace(6), share)
+    assert peak_of(Checkmate().plan(problem), problem) <= problem.budget_bytes
