@@ -154,6 +154,19 @@ def test_every_policy_that_recomputes_is_exact(name: str, policy: str, tmp_path:
         assert stats["discarded_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    "policy",
+    ["activation_budget", "chen_greedy", "chen_sqrt", "checkmate", "checkmate_lp", "gruslys", "kusumoto"],
+)
+def test_systems_that_recompute_are_followed_and_exact(policy: str, tmp_path: Path) -> None:
+    floor_bytes, peak_bytes = need("transformer")
+    budget_bytes = floor_bytes + 9 * (peak_bytes - floor_bytes) // 10
+    record, stats, _ = train("transformer", budget_bytes=budget_bytes, spill=tmp_path, policy=policy)
+    assert_identical(stock("transformer"), record)
+    assert stats["planned_recomputes"] > 0 < stats["recomputed_ops"]
+    assert stats["peak_reserved_bytes"] <= stats["budget_bytes"]
+
+
 def test_a_model_trains_whose_state_is_larger_than_the_budget(tmp_path: Path) -> None:
     floor_bytes, _ = need("mlp")
     record, stats, _ = train("mlp", budget_bytes=int(1.2 * floor_bytes), spill=tmp_path)

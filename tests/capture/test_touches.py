@@ -253,3 +253,21 @@ def test_a_training_step_has_the_gaps_of_its_touches() -> None:
     assert trace.static_bytes == 400
     assert trace.peak_bytes == 700
     assert recorded.births[4:] == ((0, 0), (1, 0), (2, 0), (3, 0))
+
+
+# ---- what an operator was given ----
+
+
+def test_what_an_operator_makes_and_reads_inside_is_no_operand_of_it() -> None:
+    log = Log().add(Event.EXISTS, 7, 100).begin("aten::convolution", reads={7: 0}).add(Event.ALLOC, 1, 100)
+    log.begin("aten::inner", reads={1: 0}).end("aten::inner", writes={1: 0})
+    log.end("aten::convolution", writes={1: 0}).op("aten::relu", makes=2, reads={1: 0})
+    assert touched(build(log, static_bytes=100).trace) == [((0,), (1,)), ((1,), (2,))]
+
+
+def test_a_tensor_without_bytes_is_no_operand() -> None:
+    log = Log().begin("aten::convolution").add(Event.ALLOC, 1, 100)
+    log.add(Event.READ, 9, 0, 0).add(Event.WRITE, 9, 0, 0).end("aten::convolution", writes={1: 0})
+    trace = build(log.op("aten::relu", makes=2, reads={1: 0})).trace
+    made = [trace.storages[storage].nbytes for storage in trace.ops[0].writes]
+    assert (made, trace.ops[0].reads) == ([100], ())

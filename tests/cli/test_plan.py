@@ -123,9 +123,12 @@ def test_the_measured_machine_is_used_where_there_is_one(
     assert told(capsys, "--budget", budget, trace_path)["machine"] == "assumed"
     slow = machine_of(Link(write_bytes_per_s=2e6, read_bytes_per_s=2e6))
     save_machine(slow, directories=[tmp_path])
-    answer = told(capsys, "--budget", budget, trace_path)
+    answer = told(capsys, "--budget", budget, "--no-recompute", trace_path)
     assert answer["machine"] == "test"
     assert float(str(answer["predicted_stall_s"])) > TRACE.duration_s
+    again = told(capsys, "--budget", budget, trace_path)
+    assert int(str(again["recomputes"])) > 0
+    assert float(str(again["predicted_step_s"])) < float(str(answer["predicted_step_s"])) / 2
 
 
 @pytest.mark.parametrize("verb", ["plan", "simulate"])

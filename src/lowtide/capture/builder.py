@@ -402,13 +402,21 @@ class _Builder:
                     start_s=start_s,
                     duration_s=duration_s,
                     peak_bytes=op.peak_bytes,
-                    reads=tuple(op.reads),
-                    writes=tuple(op.writes),
+                    reads=tuple(storage for storage in op.reads if self._is_operand(storage, index)),
+                    writes=tuple(storage for storage in op.writes if self.blocks[storage].nbytes),
                     module=op.module,
                 )
             )
             start_s += duration_s
         return tuple(ops)
+
+    def _is_operand(self, storage: int, op: int) -> bool:
+        """Tell whether an operator was given a storage: the calls inside it also read what it has made by then.
+
+        Nothing is given by a tensor without bytes, as oneDNN's opaque ones are: they all look like the same one.
+        """
+        block = self.blocks[storage]
+        return block.nbytes > 0 and not (self.reach is Reach.TOUCHED and block.maker == op)
 
     def _storage(self, index: int, block: _Block, kind_of: Mapping[int, Kind], saved: bool) -> Storage:
         touched = self.reach is Reach.TOUCHED

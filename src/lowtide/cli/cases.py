@@ -1,4 +1,4 @@
-"""What simulate, compare and report share: which trace, which policies, budgets and machines, checked at once."""
+"""What the commands about recorded steps share: which trace, which policies, budgets and machines, checked at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lowtide.cli.output import warn
-from lowtide.errors import BadArgument, BudgetTooSmall, TraceError
+from lowtide.core.units import format_bytes
+from lowtide.errors import BadArgument, BudgetTooSmall, PlanError, TraceError
 
 if TYPE_CHECKING:
     from lowtide.core.machine import Machine
+    from lowtide.core.plan import Problem
     from lowtide.core.trace import Trace
+    from lowtide.report import Settled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,11 +32,16 @@ def model_options(function: F) -> F:
             type=click.Choice(ALLOCATORS),
             help="Also tell the peak that this kind of allocator would reserve.",
         ),
-        click.option("--no-recompute", is_flag=True, help="Swap only: no policy may run operators again."),
+        recompute_option,
         click.option("--keep-times", is_flag=True, help="Keep the trace's operator times on every machine."),
     ):
         function = option(function)
     return function
+
+
+def recompute_option(function: F) -> F:
+    """Add --no-recompute."""
+    return click.option("--no-recompute", is_flag=True, help="Swap only: no policy may run operators again.")(function)
 
 
 def read_trace(path: Path) -> Trace:
@@ -126,16 +134,35 @@ def budget_for(text: str, trace: Trace) -> int:
     return parse_budget(text).fast_bytes
 
 
-def check_floor(trace: Trace, *, budgets_bytes: Sequence[int]) -> None:
-    """Refuse budgets of which no plan can meet a single one."""
+def check_floor(trace: Trace, *, budgets_bytes: Sequence[int], machines: Sequence[Machine] = ()) -> None:
+    """Refuse budgets of which no plan can meet a single one: what operators read in place need not fit."""
+    from lowtide.report.case import can_place
+
     budget_bytes, op = max(budgets_bytes), trace.floor_op()
-    if budget_bytes < trace.floor_bytes():
+    if budget_bytes < trace.floor_bytes() and not any(can_place(trace, machine) for machine in machines):
         raise BudgetTooSmall(
             budget_bytes=budget_bytes,
             needed_bytes=trace.floor_bytes(),
             op="the step" if op is None else op.name,
             place="" if op is None else op.place,
         )
+
+
+def verified(problem: Problem, policy: str) -> Settled:
+    """Return a policy's plan, verified, and the step that follows; refuse a policy that cannot meet the budget."""
+    from lowtide import registry
+    from lowtide.plan import verify
+    from lowtide.report import settle
+
+    try:
+        settled = settle(problem, registry.policy(policy))
+        # A reactive policy decides when memory runs out: it predicts nothing, and there is nothing to verify.
+        if settled.plan.prediction is not None and not settled.bound:
+            verify.check(settled.plan, problem)
+    except (BudgetTooSmall, PlanError) as error:
+        budget = format_bytes(problem.budget_bytes)
+        raise PlanError(f"policy {policy} has no plan for {budget}: {error}") from error
+    return settled
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def command(
     from lowtide.report import budget_of, compare, encode_comparison
 
     budgets_bytes = [budget_of(text, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes) for text in wanted]
-    check_floor(trace, budgets_bytes=budgets_bytes)
+    check_floor(trace, budgets_bytes=budgets_bytes, machines=targets)
     with progress(f"{len(names)} policies") as on_done:
         comparison = compare(
             trace,

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace
+from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace, recompute_option, verified
 from lowtide.cli.checks import check_policy
 from lowtide.cli.models import build_trace, check_model, find_machine, model_options
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes, format_rate, format_seconds
-from lowtide.errors import BadArgument
+from lowtide.errors import BadArgument, PlanError
 
 if TYPE_CHECKING:
     from lowtide.cli.models import Wanted
     from lowtide.core.machine import Machine
-    from lowtide.core.plan import Plan
+    from lowtide.core.plan import Plan, Problem
     from lowtide.core.trace import Trace
+    from lowtide.report import Settled
 
 
 # A change that saves less than a tenth is not worth a line.
@@ -33,6 +34,7 @@ _WORTH_TELLING = 0.9
 @click.option("--budget", metavar="B", help="Tensor memory, such as 8GiB or 60%; the machine's memory if not given.")
 @click.option("--fast", metavar="F", help="Fast memory as a share of the peak, such as 40%, above slow memory.")
 @click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@recompute_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("trace_path", metavar="[TRACE]", required=False, type=click.Path(path_type=Path))
 def command(
@@ -46,15 +48,16 @@ def command(
     budget: str | None,
     fast: str | None,
     policy: str,
+    no_recompute: bool,
     as_json: bool,
     trace_path: Path | None,
 ) -> int:
     """Tell whether a training step fits in a machine's memory, and how long it takes there.
 
     The step is a TRACE, or a model by name, which is not executed. Times are predicted from floating-point
-    operations and bytes. Where the step does not fit, the exit code is 2, and the table says what would help. Policies
-    swap only here; 'lowtide simulate' also lets them recompute. On a machine with slow memory that operators read in
-    place (optane, cxl), models are placed in it too, and --fast says how much fast memory there is above it.
+    operations and bytes, and the step is simulated as 'lowtide simulate' does it. Where it does not fit, the exit code
+    is 2, and the table says what would help. On a machine with slow memory that operators read in place (optane, cxl),
+    models are placed in it too, and --fast says how much fast memory there is above it.
 
     \b
     Examples:
@@ -86,14 +89,16 @@ def command(
         trace = build_trace(wanted, fake=True, machine=machine, reach=reach)
     else:
         assert trace_path is not None
-        from lowtide.estimate.predict import retime
+        trace = read_trace(trace_path)
+    from lowtide.report import problem_of
 
-        trace = retime(read_trace(trace_path), target)
+    problem = problem_of(trace, target, budget_bytes=0, keep_times=wanted is not None, can_recompute=not no_recompute)
+    trace = problem.trace
     budget_bytes = target.capacity_bytes if budget is None else budget_for(budget, trace)
     if fast is not None:
         budget_bytes = int(_share(fast) * trace.peak_bytes)
     assert budget_bytes is not None
-    answer = _answer(trace, target, budget_bytes=budget_bytes, policy=policy)
+    answer = _answer(replace(problem, budget_bytes=budget_bytes), policy)
     if not answer["fits"]:
         remedies = remedies_for(trace, budget_bytes=budget_bytes, wanted=wanted)
         answer["remedies"] = [asdict(remedy) for remedy in remedies]
@@ -117,20 +122,15 @@ def _share(text: str) -> float:
     return share
 
 
-def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> dict[str, Any]:
+def _answer(problem: Problem, policy: str) -> dict[str, Any]:
     from lowtide.estimate.parts import parts_of
     from lowtide.estimate.predictors.allocators import reserved_peak, stream_of
-    from lowtide.report.case import can_place
 
-    stream = stream_of(trace)
-    fits, floor_op = budget_bytes >= trace.floor_bytes(), trace.floor_op()
-    slow = can_place(trace, machine)
-    plan = _plan(trace, machine, budget_bytes=budget_bytes, policy=policy) if fits or slow else None
-    predicted = None if plan is None else plan.prediction
-    # What operators read in place need not fit.
-    fits = fits or (predicted is not None and predicted.peak_bytes <= budget_bytes)
-    if not fits:
-        plan = predicted = None
+    trace, machine, budget_bytes = problem.trace, problem.machine, problem.budget_bytes
+    stream, floor_op = stream_of(trace), trace.floor_op()
+    settled = _settled(problem, policy)
+    fits = settled is not None
+    timeline = None if settled is None else settled.timeline
     return {
         "fits": fits,
         "parts": {part.value: asdict(share) for part, share in parts_of(trace).items()},
@@ -146,24 +146,29 @@ def _answer(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -
         "fits_unmanaged": trace.peak_bytes <= budget_bytes,
         "flops": sum(each.flops for each in trace.ops),
         "step_s": trace.duration_s,
-        "policy": policy if plan is None else plan.policy,
-        "managed_step_s": None if predicted is None else predicted.step_s,
-        "managed_peak_bytes": None if predicted is None else predicted.peak_bytes,
-        "stall_s": None if predicted is None else predicted.stall_s,
-        "moved_out_bytes": None if predicted is None else predicted.moved_out_bytes,
-        "slow_s": None if predicted is None else predicted.slow_s,
-        "placed_bytes": None if plan is None else _placed_bytes(plan, trace),
-        "slowdown": None if predicted is None or not trace.duration_s else predicted.step_s / trace.duration_s,
+        "policy": policy,
+        "managed_step_s": None if timeline is None else timeline.step_s,
+        "managed_peak_bytes": None if timeline is None else timeline.peak_bytes,
+        "stall_s": None if timeline is None else timeline.stall_s,
+        "recompute_s": None if timeline is None else timeline.recompute_s,
+        "moved_out_bytes": None if timeline is None else timeline.moved_out_bytes,
+        "slow_s": None if timeline is None else timeline.slow_s,
+        "placed_bytes": None if settled is None else _placed_bytes(settled.plan, trace),
+        "slowdown": None if timeline is None or not trace.duration_s else timeline.step_s / trace.duration_s,
     }
 
 
-def _plan(trace: Trace, machine: Machine, *, budget_bytes: int, policy: str) -> Plan:
-    from lowtide import registry
-    from lowtide.core.plan import Problem
-    from lowtide.report.case import can_place
-
-    problem = Problem(trace=trace, machine=machine, budget_bytes=budget_bytes, can_place=can_place(trace, machine))
-    return registry.policy(policy).plan(problem)
+def _settled(problem: Problem, policy: str) -> Settled | None:
+    """Return the plan and the step that follows from it; None: no policy could make the step fit."""
+    floor_bytes = problem.trace.floor_bytes()
+    if problem.budget_bytes >= floor_bytes:
+        return verified(problem, policy)
+    if not problem.addressable():
+        return None
+    try:  # what operators read in place need not fit
+        return verified(problem, policy)
+    except PlanError:
+        return None
 
 
 def _placed_bytes(plan: Plan, trace: Trace) -> int:
@@ -241,13 +246,12 @@ def _print(answer: dict[str, Any], machine: Machine) -> None:
         ]
     elif answer["fits_unmanaged"]:
         rows.append(("verdict", "fits without moving anything"))
-    elif answer["managed_step_s"] is None:
-        rows.append(("verdict", f"policy {answer['policy']} decides while the step runs: nothing is predicted"))
     else:
         step = f"{format_seconds(answer['managed_step_s'])} a step"
         rows += [
             ("moved out", format_bytes(answer["moved_out_bytes"])),
             ("stalled", format_seconds(answer["stall_s"])),
+            *([("run again", format_seconds(answer["recompute_s"]))] if answer["recompute_s"] else []),
             *_slow_rows(answer),
             ("verdict", f"fits with policy {answer['policy']}: {step}, {answer['slowdown']:.2f}x"),
         ]

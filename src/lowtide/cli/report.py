@@ -139,7 +139,7 @@ def _from_trace(wish: Wish) -> tuple[Comparison, Focus]:
     warn_of_mixed_times(trace, [target], keep_times=wish.keep_times or wish.machine is None)
     stated = [wish.budget, *words(wish.budgets or DEFAULT_BUDGETS, what="--budgets")]
     budgets_bytes = [budget_of(text, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes) for text in stated]
-    check_floor(trace, budgets_bytes=budgets_bytes[:1])
+    check_floor(trace, budgets_bytes=budgets_bytes[:1], machines=[target])
     setting = Setting(
         trace=trace,
         machines=(target,),
@@ -175,7 +175,7 @@ def _from_comparison(wish: Wish, compared: Comparison) -> tuple[Comparison, Focu
     budget_bytes = first
     if wish.budget is not None:
         budget_bytes = budget_of(wish.budget, static_bytes=compared.static_bytes, peak_bytes=compared.peak_bytes)
-    check_floor(trace, budgets_bytes=[budget_bytes])
+    check_floor(trace, budgets_bytes=[budget_bytes], machines=[target])
     setting = Setting(
         trace=trace,
         machines=(target,),

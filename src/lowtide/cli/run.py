@@ -52,7 +52,7 @@ _EXIT_FAILED = 1
 @click.option(
     "--recompute/--no-recompute",
     default=None,
-    help="Run operators again instead of moving bytes where the policy finds that cheaper (default: as in its paper).",
+    help="Run operators again instead of moving bytes where the policy finds that cheaper (default: yes, if it can).",
 )
 @click.option("--serve", is_flag=True, help="SCRIPT only infers: each call of its model is a step.")
 @click.option(

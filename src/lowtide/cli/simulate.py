@@ -74,7 +74,7 @@ def command(
 
     warn_of_mixed_times(trace, [target], keep_times=keep_times or machine is None)
     budget_bytes = budget_of(budget, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes)
-    check_floor(trace, budgets_bytes=[budget_bytes])
+    check_floor(trace, budgets_bytes=[budget_bytes], machines=[target])
     problem = problem_of(
         trace,
         target,

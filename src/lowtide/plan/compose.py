@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes
@@ -11,6 +11,7 @@ from lowtide.plan.costs.sweep import Sweep
 FITS = "everything fits: nothing is moved"
 
 
+NOT_AGAIN = "the executor cannot run operators again: nothing is discarded"
 NOTHING_SLOW = "no slow memory that operators read in place: nothing is placed"
 
 
@@ -19,6 +20,32 @@ def nothing_to_place(policy: str, problem: Problem) -> Plan | None:
     if problem.trace.peak_bytes <= problem.budget_bytes:
         return compose(policy, problem, notes=(FITS,))
     return None if problem.addressable() else compose(policy, problem, notes=(NOTHING_SLOW,))
+
+
+def nothing_to_discard(policy: str, problem: Problem) -> Plan | None:
+    """Return the plan of a policy that only recomputes where it has nothing to do, or may not do it."""
+    if problem.trace.peak_bytes <= problem.budget_bytes:
+        return compose(policy, problem, notes=(FITS,))
+    return None if problem.can_recompute else compose(policy, problem, notes=(NOT_AGAIN,))
+
+
+def fastest_that_fits(policy: str, problem: Problem, plans: Iterable[Plan]) -> Plan:
+    """Return the fastest plan that keeps the budget; where none does, nothing is discarded.
+
+    Then the step runs as without a plan: what does not fit leaves when memory runs out, and comes back on demand.
+    """
+
+    def rank(plan: Plan) -> tuple[float, ...]:
+        assert plan.prediction is not None
+        over = max(0, plan.prediction.peak_bytes - problem.budget_bytes)
+        return (over, plan.prediction.step_s, plan.prediction.peak_bytes)
+
+    best = min(plans, key=rank)
+    assert best.prediction is not None
+    if best.prediction.peak_bytes <= problem.budget_bytes:
+        return best
+    needed = format_bytes(best.prediction.peak_bytes)
+    return compose(policy, problem, notes=(f"its leanest plan needs {needed}: nothing is discarded",))
 
 
 def compose(

@@ -465,16 +465,16 @@ def test_a_mode_that_the_program_leaves_after_the_step_leaves_ours_off(tmp_path:
     assert torch._C._len_torch_dispatch_stack() == before
 
 
-def test_auto_recomputes_only_if_told(tmp_path: Path) -> None:
-    for recompute, watched in ((None, 0), (True, 1), (False, 0)):
-        with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, recompute=recompute) as tide, tide.step():
-            assert torch._C._len_torch_dispatch_stack() == watched
+@pytest.mark.parametrize("policy", ["auto", "capuchin"])
+def test_policies_that_recompute_do_unless_told_otherwise(policy: str, tmp_path: Path) -> None:
     for recompute, watched in ((None, 1), (True, 1), (False, 0)):
         with (
-            lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy="capuchin", recompute=recompute) as tide,
+            lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=policy, recompute=recompute) as tide,
             tide.step(),
         ):
             assert torch._C._len_torch_dispatch_stack() == watched
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy="swap_all") as tide, tide.step():
+        assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_what_was_given_up_comes_back_when_the_tide_closes(tmp_path: Path) -> None:

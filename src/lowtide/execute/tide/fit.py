@@ -44,9 +44,9 @@ def fit(
     `spill`: a directory, a list of them (striped) or a tier URL. `slow`: memory that operators use in place, beside the
     budget: "pmem:///path", "cxl:" or "numa:1"; budget={"cpu": ..., "slow": ...} bounds it. `policy`: a registered name
     or an object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `recompute`:
-    whether the policy may run operators again instead of moving bytes (None: if its paper does, as Capuchin's; "auto"
-    only if told; under torch.compile, where that is not possible, it swaps). `model` and `optimizer` (one, several or
-    none) are not changed; they tell parameters from activations in traces and reports.
+    whether the policy may run operators again instead of moving bytes (None: if it can; under torch.compile, where that
+    is not possible, it swaps). `model` and `optimizer` (one, several or none) are not changed; they tell parameters
+    from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")

@@ -176,7 +176,7 @@ class _Mixing:
         """Settle every discarded gap, in the order of use."""
         recomputes: list[Recompute] = []
         for one in sorted((one for one in self.decisions if one.discard), key=lambda one: (one.before_op, one.gap())):
-            if one.discard and not one.settled:
+            if one.discard and not one.settled and one.after_op < one.before_op:
                 recomputes += self._settle(one)
         swapped = [
             narrowed(one.candidate, one.gap(), self.facts)
@@ -207,7 +207,7 @@ class _Mixing:
         for index in self.recipe.ops:
             for storage in self.trace.ops[index].writes:
                 other = self._absent(storage)
-                if other is None or not other.discard or other.settled or other is one:
+                if other is None or not other.discard or other.settled or other is one or self._begins(other):
                     continue
                 makers = self.lineage.makers(storage, before_op=self.recipe.before_op)
                 whole = makers is not None and self.recipe.ops.issuperset(makers)
@@ -225,6 +225,10 @@ class _Mixing:
             if one.after_op <= op < one.before_op:
                 return op
         return None
+
+    def _begins(self, one: _Decision) -> bool:
+        """Tell whether a gap begins with the operator that the recipe runs for: the storage is still there."""
+        return one.after_op == self._moment(one)
 
     def _make(self, storage: int, *, until: int) -> bool:
         """Add to the recipe what makes a storage what it was before operator `until`; tell whether that is possible."""
@@ -253,9 +257,10 @@ class _Mixing:
         if self.lineage.written_between(storage, reader, op):
             return False
         mark = self.recipe.copy()
+        begins = self._begins(absent)
         if self._hold(absent):
-            if not absent.discard:
-                return True
+            if begins or not absent.discard:
+                return True  # not gone yet, or back by then
             held = self.recipe.copy()
             self.recipe.made.append(absent)
             if self._make(storage, until=op):

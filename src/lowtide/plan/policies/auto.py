@@ -39,8 +39,13 @@ class Auto:
     """Chooses gaps by predicted stall and places each prefetch against the memory curve."""
 
     name = "auto"
-    summary = "swaps the gaps whose transfers hide best and leaves alone what fits (the default)"
-    about = About(family=Family.JOINT, runs=(Runs.REAL, Runs.SIMULATED), victims=Order.FURTHEST_CHEAPEST)
+    summary = "swaps what hides best, recomputes where swaps would stall, leaves alone what fits (the default)"
+    about = About(
+        family=Family.JOINT,
+        runs=(Runs.REAL, Runs.SIMULATED),
+        recomputes=True,
+        victims=Order.FURTHEST_CHEAPEST,
+    )
 
     def plan(self, problem: Problem) -> Plan:
         """Return the fastest plan found, or the best effort if the budget is below the trace's floor."""

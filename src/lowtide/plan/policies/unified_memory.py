@@ -201,7 +201,7 @@ class UnifiedMemory:
     summary = "unified memory: reactive, the least recently used makes room; faults as a page model"
     about = About(
         family=Family.BASELINE,
-        runs=(Runs.EMULATED, Runs.SIMULATED, Runs.MODEL),
+        runs=(Runs.SIMULATED, Runs.MODEL),
         paper="CUDA unified memory",
         reconstructed=(
             "executed and simulated with whole storages and no cost of faults; faults, pages and parameters that move "

@@ -1,0 +1,108 @@
+"""Checkmate's programme and its relatives with a tier below, held against one another and the best of all plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lowtide.core.machine import Link
+from lowtide.core.plan import Plan, Problem
+from lowtide.core.trace import Trace
+from lowtide.plan.policies.checkmate import Checkmate, CheckmateLp
+from lowtide.plan.policies.chen import ChenGreedy
+from lowtide.plan.policies.offmate import OffMate
+from lowtide.plan.policies.poet import Poet
+from lowtide.plan.verify import check
+from lowtide.testing.optimum import optimum
+from lowtide.testing.policies import DEAD, ENDLESS
+from lowtide.testing.shapes import resnet_trace, unet_trace
+from lowtide.testing.traces import chain_trace, machine_of, skip_trace
+from tests.plan.policies.recomputing import peak_of, problem_of
+
+TRACES = (chain_trace(10, nbytes=100, duration_s=1.0), resnet_trace(2), unet_trace(2))
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def fits(plan: Plan) -> bool:
+    assert plan.prediction is not None
+    return plan.prediction.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.model)
+def test_nobody_recomputes_less_than_the_programme(trace: Trace) -> None:
+    found = 0
+    for share in (0.4, 0.6, 0.8, 0.95):
+        problem = problem_of(trace, share)
+        exact = Checkmate().plan(problem)
+        for other in (CheckmateLp(), ChenGreedy(), ChenGreedy(linearised=True)):
+            plan = other.plan(problem)
+            if fits(plan):
+                assert peak_of(exact, problem) <= problem.budget_bytes
+                assert step_s(exact) <= step_s(plan) * (1 + 1e-9), other.name
+                found += 1
+    assert found > 4
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_small_chain_is_within_two_percent_of_the_best_of_all_plans(share: float) -> None:
+    problem = replace(problem_of(chain_trace(4, nbytes=100, duration_s=1.0), share), machine=machine_of(DEAD))
+    best = optimum(problem)
+    assert best is not None
+    assert step_s(Checkmate().plan(problem)) <= 1.02 * best.prediction.step_s
+
+
+def test_the_solver_is_named_with_its_gap_and_its_time() -> None:
+    (note, *_) = Checkmate().plan(problem_of(TRACES[0], 0.6)).notes
+    assert "HiGHS" in note
+    assert "gap 0.00%" in note
+    assert "within 5 s" in note
+
+
+@pytest.mark.parametrize("policy", [Checkmate(), CheckmateLp()], ids=lambda policy: policy.name)
+def test_below_the_working_set_nothing_is_discarded(policy: Checkmate | CheckmateLp) -> None:
+    trace = TRACES[0]
+    problem = replace(problem_of(trace, 0.5), budget_bytes=trace.floor_bytes() - 1)
+    assert not policy.plan(problem).recomputes
+
+
+def with_link(problem: Problem, link: Link) -> Problem:
+    return replace(problem, machine=machine_of(link))
+
+
+@pytest.mark.parametrize("policy", [Poet(), OffMate()], ids=lambda policy: policy.name)
+def test_with_a_tier_below_it_is_never_slower_and_the_link_decides(policy: Poet | OffMate) -> None:
+    problem = problem_of(chain_trace(10, nbytes=100, duration_s=1.0), 0.4)
+    dead, endless = (policy.plan(with_link(problem, link)) for link in (DEAD, ENDLESS))
+    check(dead, with_link(problem, DEAD))
+    check(endless, with_link(problem, ENDLESS))
+    assert not dead.swaps
+    assert dead.recomputes
+    assert step_s(dead) == pytest.approx(step_s(Checkmate().plan(problem)))
+    assert endless.swaps
+    assert not endless.recomputes
+    only_pages = policy.plan(replace(problem, can_recompute=False))
+    assert only_pages.swaps
+    assert not only_pages.recomputes
+
+
+def test_offmate_pays_only_for_transfers_that_do_not_hide() -> None:
+    """Everything that waits takes three quarters of a pass to move: POET would rather compute."""
+    trace = chain_trace(10, nbytes=100, duration_s=1.0)
+    link = Link(write_bytes_per_s=130.0, read_bytes_per_s=130.0, duplex=True)
+    problem = with_link(problem_of(trace, 0.5), link)
+    poet, offmate = Poet().plan(problem), OffMate().plan(problem)
+    check(offmate, problem)
+    assert offmate.swaps
+    assert not offmate.recomputes
+    assert len(poet.swaps) < len(offmate.swaps)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_where_a_plan_passes_the_budget_the_programme_is_solved_again_with_less(share: float) -> None:
+    problem = problem_of(skip_trace(6), share)
+    assert peak_of(Checkmate().plan(problem), problem) <= problem.budget_bytes
