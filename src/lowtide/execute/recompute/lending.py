@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowtide.execute.recompute.modes import aside
+from lowtide.execute.observe.operators import aside
 
 # What lends a tensor's memory (`numpy.asarray` and its like end here too), and how FSDP gives parameters up meanwhile.
 _WAYS: tuple[tuple[type, str], ...] = (
