@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+import lowtide
 import lowtide.emulator
 from lowtide.execute.backends.accelerator.guard import Guard
 from lowtide.execute.backends.accelerator.memory import DeviceMemory
@@ -218,6 +221,19 @@ def test_operators_of_the_host_are_left_alone(device: torch.device) -> None:
     with crowded(device, blocks=1, asks=False) as ballast:
         torch.ones(10).add(1)
     assert ballast.asked == []
+
+
+def test_a_copy_of_a_model_inside_a_step_does_not_look_at_its_bytes_one_by_one(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(64, 64).to(device)
+    read: list[int] = []
+    item = torch.UntypedStorage.__getitem__
+    monkeypatch.setattr(torch.UntypedStorage, "__getitem__", lambda self, at: read.append(1) or item(self, at))
+    with lowtide.fit(model, budget={str(device): "64MiB"}, spill=tmp_path) as tide, tide.step():
+        copied = copy.deepcopy(model.state_dict())
+    assert torch.equal(copied["weight"].cpu(), model.weight.detach().cpu())
+    assert not read
 
 
 def test_no_dispatch_mode_is_on(device: torch.device) -> None:

@@ -280,6 +280,9 @@ def _key(operator: Operator, args: Any, kwargs: Any) -> Hashable:
             return tuple(part(item) for item in value)
         if isinstance(value, bool | int | str) or value is None:
             return value
-        return type(value).__name__ if isinstance(value, float) else str(value)
+        if isinstance(value, torch.UntypedStorage):
+            return value.device, value.nbytes()
+        # Not the text of what may have contents: a storage's is made of its bytes, one by one.
+        return str(value) if isinstance(value, torch.device | torch.dtype) else type(value).__name__
 
     return operator, part(args), tuple((name, part(value)) for name, value in sorted(kwargs.items()))
