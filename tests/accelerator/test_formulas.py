@@ -75,7 +75,8 @@ def are_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return dense.resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8)
+    plain = dense.resolve_conj().resolve_neg().cpu()
+    return plain.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def attempt(values: Callable[[], Values]) -> Values | str:
