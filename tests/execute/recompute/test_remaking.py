@@ -309,6 +309,54 @@ def test_memory_that_numpy_has_is_no_operand(tmp_path: Path) -> None:
     assert_exact(product, tmp_path)
 
 
+def through_a_capsule(tensor: Tensor) -> numpy.ndarray[Any, Any]:
+    return torch.from_dlpack(torch.to_dlpack(tensor)).numpy()
+
+
+@pytest.mark.parametrize("lend", [numpy.from_dlpack, through_a_capsule])
+def test_memory_that_dlpack_lent_is_no_operand(
+    lend: Callable[[Tensor], numpy.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    """Unlike what `numpy()` lent it looks as before."""
+
+    def source(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        borrowed = lend(offset)
+        value = saved_sum(weight, offset)
+        if index >= 3:
+            borrowed.fill(0.5)
+        return value * 2
+
+    def product(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        made = offset.neg()
+        borrowed = lend(made)
+        value = saved_sum(weight, made)
+        if index >= 3:
+            borrowed.fill(0.5)
+        return value * 2
+
+    assert_exact(source, tmp_path)
+    assert_exact(product, tmp_path)
+
+
+def test_memory_that_dlpack_lent_between_steps_is_no_operand(tmp_path: Path) -> None:
+    lent: list[tuple[Tensor, numpy.ndarray[Any, Any]]] = []
+
+    def step(index: int, weight: Tensor, _offset: Tensor) -> Tensor:
+        refilled, borrowed = lent[0]
+        borrowed.fill(1.0 + index)
+        value = saved_sum(weight, refilled)
+        borrowed.fill(0.5)
+        return value * 2
+
+    refilled = torch.ones(1024, WIDTH)
+    lent.append((refilled, numpy.from_dlpack(refilled)))
+    stock = gradients(step, None)
+    with lowtide.fit(budget=BUDGET_BYTES, spill=tmp_path, policy=DiscardAll(once=True)) as tide:
+        lent[0] = (refilled, numpy.from_dlpack(refilled))
+        managed = gradients(step, tide)
+    assert all(map(torch.equal, stock, managed))
+
+
 @pytest.mark.parametrize("lend", [lambda tensor: tensor.numpy(), numpy.asarray], ids=("numpy", "asarray"))
 def test_an_operand_that_numpy_gets_after_its_product_was_given_up(
     lend: Callable[[Tensor], numpy.ndarray[Any, Any]], tmp_path: Path

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from lowtide.autograd.kept import is_parameter
 from lowtide.execute.observe import operators
 from lowtide.execute.observe.operators import Operator, can_watch, is_aside
-from lowtide.execute.recompute.lending import Lending, as_tensor
+from lowtide.execute.recompute.lending import Lending, LentForGood, Owned, as_tensor
 from lowtide.execute.recompute.neighbourhoods import Neighbourhoods
 from lowtide.execute.recompute.numerics import numerics
 from lowtide.execute.recompute.recipes import (
@@ -87,7 +87,9 @@ class Remaker:
         self._active = False
         self._forward = False
         self._on = False
+        self._lent = LentForGood()
         self._lending = Lending(self._before_lending)
+        self._lending.on()  # also between steps: what is lent then may be written at any time
         self._neighbourhoods = self._no_neighbours()
         self.ran = 0
         self._host_s = 0.0
@@ -144,7 +146,6 @@ class Remaker:
         """Be told if the step that begins has calls to number, else be told no more."""
         if self.is_needed and not self._on:
             self._on = True
-            self._lending.on()
             operators.watch(self, first=True)  # the log hears a call's number from here
         elif not self.is_needed:
             self.unwatch()
@@ -153,8 +154,12 @@ class Remaker:
         """Be told no more."""
         if self._on:
             self._on = False
-            self._lending.off()
             operators.unwatch(self)
+
+    def close(self) -> None:
+        """Be told of nothing any more."""
+        self.unwatch()
+        self._lending.off()
 
     # ---- records ----
 
@@ -166,7 +171,7 @@ class Remaker:
         if running is not None and (product is None or serial in running.targets):
             running.saved.append((record, tensor))  # a result of the call that runs: known when it has ended
         elif product is not None:
-            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            product.see(tensor, is_shared=self._is_shared(tensor, serial))
             product.record = record
             self._recipes[record] = product
 
@@ -335,20 +340,24 @@ class Remaker:
         serial = self._backend.serial(tensor)
         product = self._products.get(serial)
         if product is not None:
-            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            product.see(tensor, is_shared=self._is_shared(tensor, serial))
             product.touched_s = time.perf_counter()
             if product.whole and product.dtype == tensor.dtype:
                 return Made.of(product, Layout.of(tensor), own=serial in targets)
         if serial in targets:
             return None  # it may change only what it has made itself
         parameter = is_parameter(tensor)
-        if not parameter and self._backend.is_shared(tensor):
+        if not parameter and self._is_shared(tensor, serial):
             return None
         read.append(serial)
         if serial <= 0 or parameter or self._backend.storage_bytes(tensor) < self._least_bytes:
             alias = self._backend.alias(tensor)
             return None if alias is None else Kept.of(alias, may_be_shared=parameter)
         return Source(self._records.hold(tensor), Layout.of(tensor))
+
+    def _is_shared(self, tensor: torch.Tensor, serial: int) -> bool:
+        """Tell whether others than tensors may write the memory behind a tensor."""
+        return serial in self._lent or self._backend.is_shared(tensor)
 
     def _changed(self, call: Call | None, targets: Sequence[int]) -> None:
         """Take note of what a call changed."""
@@ -393,13 +402,17 @@ class Remaker:
                 call.spoilt = True  # nobody can keep the program from writing: what was not made is lost
             raise
 
-    def _before_lending(self, owned: torch.Tensor | torch.UntypedStorage) -> None:
+    def _before_lending(self, owned: Owned, for_good: bool) -> None:
         """See to it that nothing will be made from memory that somebody gets who writes without a call."""
-        if not self._active or is_aside() or owned.device != self._backend.device:
+        if is_aside() or owned.device != self._backend.device or not (self._active or for_good):
             return
         tensor = as_tensor(owned)
-        if tensor is not None:
-            serial = self._backend.serial(tensor)
+        if tensor is None:
+            return
+        serial = self._backend.serial(tensor)
+        if for_good and serial:
+            self._lent.add(serial, tensor.untyped_storage())
+        if self._active:
             self._before_write(serial)
             self._changed(None, [serial])
 

@@ -100,7 +100,7 @@ class Runtime(Driver):
                 warnings.warn(f"lowtide: a gradient is lost: {error}", RuntimeWarning, stacklevel=3)
         if self.remaker is None:
             return
-        self.remaker.unwatch()
+        self.remaker.close()
         try:
             if bring_back and self.backend.remakes is not None:
                 self.backend.remakes.lift()
