@@ -282,7 +282,6 @@ def test_operators_below_a_mode_of_the_programs_are_seen(device: torch.device) -
         ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 23.65 GiB of which", 1),
         ("XPU out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 16.00 GiB.", 0),
         ("sim out of memory. Tried to allocate 1.00 MiB. sim:1 has a total capacity of 8.00 MiB of which", 1),
-        ("lowtide: aten::mm asked for 7 bytes; 9 bytes are in use on cuda:1 and nothing more can leave", 1),
     ],
 )
 def test_an_error_tells_which_device_it_is_about(text: str, index: int) -> None:

@@ -140,9 +140,16 @@ struct Operands {
   }
 };
 
-Operands operands_of(const at::RecordFunction& fn) {
+using Values = c10::ArrayRef<const c10::IValue>;
+
+// Whoever calls through the boxed interface, as TorchScript does, shows the whole stack: the last values are the call's.
+Values last(Values values, size_t count) {
+  return values.slice(values.size() - count);
+}
+
+Operands operands_of(Values inputs) {
   Operands found;
-  for (const c10::IValue& value : fn.inputs()) {
+  for (const c10::IValue& value : inputs) {
     if (value.isTensor()) {
       found.add(value.toTensor());
     } else if (value.isTensorList()) {
@@ -169,8 +176,7 @@ PyObject* as_python(const c10::IValue& value) {
   }
 }
 
-template <typename Values>
-PyObject* as_tuple(const Values& values) {
+PyObject* as_tuple(Values values) {
   PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(values.size()));
   for (size_t i = 0; tuple && i < values.size(); ++i)
     PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), as_python(values[i]));
@@ -194,14 +200,17 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
   if (unseen || outermost || !Py_IsInitialized()) return nullptr;
   const Facts& facts = facts_of(fn);
   if (!facts.op || is_made_into_others(*facts.op)) return nullptr;
-  Operands operands = operands_of(fn);
+  size_t count = facts.op->schema().arguments().size();
+  if (fn.inputs().size() < count) return nullptr;
+  Values inputs = last(fn.inputs(), count);
+  Operands operands = operands_of(inputs);
   if (operands.wrapped) return nullptr;
   auto running = std::make_unique<Running>();
   running->name = facts.op->schema().name().c_str();
   if (operands.wanted) {
     WithGil gil;
     ++unseen;
-    PyObject* values = as_tuple(fn.inputs());
+    PyObject* values = as_tuple(inputs);
     running->token = tell(began, torch::detail::getTorchApiFunction(*facts.op).ptr(), values);
     Py_XDECREF(values);
     if (running->token == Py_None) Py_CLEAR(running->token);
@@ -218,9 +227,10 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
   if (!running->token || !Py_IsInitialized()) return;
   WithGil gil;
   ++unseen;
-  const auto& facts = facts_of(fn);
-  bool raised = !facts.op || fn.outputs().size() != facts.op->schema().returns().size();
-  PyObject* values = raised ? Py_NewRef(Py_None) : as_tuple(fn.outputs());
+  size_t count = facts_of(fn).op->schema().returns().size();
+  bool raised = fn.outputs().size() < count;
+  Values outputs(fn.outputs().data(), fn.outputs().size());
+  PyObject* values = raised ? Py_NewRef(Py_None) : as_tuple(last(outputs, count));
   Py_XDECREF(tell(ended, running->token, values));
   Py_XDECREF(values);
   --unseen;
