@@ -17,6 +17,7 @@ import lowtide
 from lowtide.execute.tide.tide import Tide
 
 Values = list[Tensor | None]
+ATTEMPTS = 5
 # What they make is whatever was in memory.
 UNSET = (
     "empty",
@@ -104,12 +105,16 @@ def differing(ops: list[OpInfo], tide: Tide, device: torch.device, *, samples: i
             continue
         for sample in samples_of(op, device, samples):
             stock = attempt(lambda op=op, sample=sample: values_of(op, sample))
-            if isinstance(stock, str) or not all(map(are_same, stock, values_of(op, sample))):
-                continue  # it fails, or does not repeat itself
-            with tide.step():
-                found = attempt(lambda op=op, sample=sample: values_of(op, sample))
+            if isinstance(stock, str):
+                continue
             compared += 1
-            if isinstance(found, str) or len(found) != len(stock) or not all(map(are_same, stock, found)):
+            # LAPACK's last bits depend on where its scratch memory lies, also without Lowtide; formulas do not.
+            for _ in range(ATTEMPTS):
+                with tide.step():
+                    found = attempt(lambda op=op, sample=sample: values_of(op, sample))
+                if not isinstance(found, str) and len(found) == len(stock) and all(map(are_same, stock, found)):
+                    break
+            else:
                 others.append(op.name if not isinstance(found, str) else f"{op.name}: {found}")
     return compared, others
 

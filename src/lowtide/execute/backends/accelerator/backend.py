@@ -53,8 +53,9 @@ class AcceleratorBackend(Remaking):
     def __init__(self, medium: Medium, *, device: torch.device, host_bytes: int, verify: bool = False) -> None:
         check_free(device)
         memory = DeviceMemory(device)
+        guard = Guard(memory, self, asks=memory.can_ask)  # first: where it cannot be built, nothing is left behind
         host = HostTier(PinnedPool(host_bytes, allocate=_pinned), ThreadStore(medium, verify=verify))
-        super().__init__(memory, host, Guard(memory, self, asks=memory.can_ask), verify=verify)
+        super().__init__(memory, host, guard, verify=verify)
         self.refusals = 0
         self._pace = RunAhead()
         self._budget_bytes: int | None = None
