@@ -101,7 +101,7 @@ class Gradients(Generic[H]):
                 return
             gradient = self._saves.unpack(taken[1])
             later = _GRAD.__get__(parameter)
-            if later is not None and later.data_ptr() != gradient.data_ptr():
+            if later is not None and not _is_same_memory(later, gradient):
                 gradient = _sum(gradient, later)
             self._saves.put(parameter, gradient)
             self.forget_one(parameter)
@@ -198,6 +198,10 @@ def _stop_if_alive(reference: weakref.ref[Gradients[Any]]) -> None:
     gradients = reference()
     if gradients is not None:
         gradients._stop()
+
+
+def _is_same_memory(later: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return later.layout is torch.strided and later.data_ptr() == gradient.data_ptr()  # a sparse one has no address
 
 
 def _sum(gradient: torch.Tensor, later: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,8 @@ class Recorder:
             if any(hasattr(module, "_orig_mod") for module in model.modules()):
                 continue  # hooks would make torch.compile compile it again
             for name, module in model.named_modules():
-                self._hook(module, name or type(model).__name__)
+                if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks: its operators are its owner's
+                    self._hook(module, name or type(model).__name__)
 
     def _hook(self, module: torch.nn.Module, name: str) -> None:
         def enter(_module: torch.nn.Module, _args: object) -> None:

@@ -70,13 +70,19 @@ class Native:
         self.watch_races = call("sim_watch_races", None, integer)
         self._host_access = call("sim_host_access", None, pointer, i64, integer, text)
         self._races_take = call("sim_races_take_report", u64, text, u64)
-        self._callback: object = None
+        self._callbacks: list[Callable[[int, int], bool]] = []
+        self._wrapped: object = None
 
-    def set_pressure(self, callback: Callable[[int, int], int] | None) -> None:
-        """Ask `callback(device, need_bytes)` before memory runs out; None: nobody."""
-        wrapped = PressureCallback(callback) if callback else PressureCallback()
-        self._set_pressure(wrapped)
-        self._callback = wrapped
+    def ask_for_room(self, callback: Callable[[int, int], bool], *, asked: bool = True) -> None:
+        """Ask `callback(device, need_bytes)` before memory runs out, or no more; the one that was given last first."""
+        callbacks = [each for each in self._callbacks if each != callback]
+        self._callbacks = [callback, *callbacks] if asked else callbacks
+        if self._wrapped is None:  # once: a thread may be inside it at any time
+            self._wrapped = PressureCallback(self._ask)
+            self._set_pressure(self._wrapped)
+
+    def _ask(self, device: int, need_bytes: int) -> int:
+        return int(any(callback(device, need_bytes) for callback in self._callbacks))
 
     def stats(self, device: int) -> Stats:
         """Return the device's totals."""

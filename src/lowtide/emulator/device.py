@@ -80,6 +80,7 @@ class Emulator:
     def __init__(self, native: Native, settings: Settings) -> None:
         self._native = native
         self._settings = settings
+        self._asked: Callable[[int, int], bool] | None = None
         native.set_devices(settings.devices, _reserve_bytes())
         self._apply(settings)
 
@@ -139,7 +140,11 @@ class Emulator:
         It is called on the thread that allocates, which may be one of autograd's, in the middle of an operator and with
         no lock held. It must not allocate device memory that may be refused itself: that is then refused at once.
         """
-        self._native.set_pressure(None if callback is None else lambda device, need: int(bool(callback(device, need))))
+        if self._asked is not None:
+            self._native.ask_for_room(self._asked, asked=False)
+        self._asked = callback
+        if callback is not None:
+            self._native.ask_for_room(callback)
 
     def _apply(self, settings: Settings) -> None:
         native = self._native

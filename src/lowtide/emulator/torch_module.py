@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -89,6 +90,28 @@ def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) 
         raise ValueError(f"a fraction of {fraction} of the memory cannot be: pass 0 to 1")
     total_bytes = int(torch.accelerator.get_memory_info(_index(device))[1])
     load().set_allowed(_index(device), 0 if fraction == 1 else int(fraction * total_bytes))
+
+
+def set_pressure_callback(callback: Callable[[int], bool] | None, device: DeviceLike = None) -> None:
+    """Ask `callback(lacking_bytes)` before an allocation on a device is refused; True: something was freed, try again.
+
+    It is called on the thread that allocates, which may be one of autograd's, in the middle of an operator and with no
+    lock held. It must not allocate device memory that may be refused itself: that is then refused at once.
+    """
+    if callback is None:
+        _asked.pop(_index(device), None)
+    else:
+        _asked[_index(device)] = callback
+    load().ask_for_room(ask)
+
+
+_asked: dict[int, Callable[[int], bool]] = {}
+
+
+def ask(index: int, lacking_bytes: int) -> bool:
+    """Ask a device's callback for room."""
+    callback = _asked.get(index)
+    return callback is not None and callback(lacking_bytes)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

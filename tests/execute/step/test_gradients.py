@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -275,6 +276,32 @@ def test_backward_inside_backward_adds_to_a_gradient_that_had_left(tmp_path: Pat
     training = make()
     with swapping(training, tmp_path) as tide:
         training.steps(4, tide.step)
+    assert training.result() == make().steps(4).result()
+
+
+class TiedEmbedding(nn.Module):
+    """One large weight with a dense gradient outside of a segment that is checkpointed, and a sparse one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = x[:, 0].abs().mul(64).long().clamp(max=255)
+
+        def look_up(scale: Tensor) -> Tensor:
+            return functional.embedding(indices, self.table.weight, sparse=True) * scale
+
+        hidden: Tensor = checkpoint(look_up, x[:, 1:2].clone().requires_grad_(), use_reentrant=True)
+        return torch.tanh(hidden @ self.table.weight)
+
+
+def test_backward_inside_backward_adds_a_sparse_gradient_to_one_that_had_left(tmp_path: Path) -> None:
+    make = partial(Training, TiedEmbedding, shape=(128, 64))
+    training = make()
+    with swapping(training, tmp_path) as tide:
+        training.steps(4, tide.step)
+        assert moved_gradient_bytes(tide) > 0
     assert training.result() == make().steps(4).result()
 
 

@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -44,6 +45,13 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, MaybeType dty
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard guard(where);
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKey, c10::dtype_or_default(dtype));
+}
+
+// Zeros without memory, which gradients are where they vanish.
+Tensor zeros_without_memory(at::IntArrayRef size, MaybeType dtype, MaybeLayout, MaybeDevice where, std::optional<bool>) {
+  at::native::ZeroTensorAllocator allocator(c10::Device(kSim, where ? index_of(*where) : current_device));
+  return at::detail::empty_generic(
+      size, &allocator, kKey | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype), std::nullopt);
 }
 
 const Tensor& resize_(const Tensor& self, SymIntArrayRef wanted, MaybeFormat format) {
@@ -151,6 +159,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &zeros_without_memory);
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_storage_);
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, Storage)>(&at::native::set_));

@@ -18,10 +18,9 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from lowtide.capture.schema import arguments_of, draws_random, tensors_in, unsaid_statistics, written_arguments
+from lowtide.execute.observe.operators import Operator
 from lowtide.execute.recompute.numerics import Numerics
 from lowtide.execute.step.saved import SavedTensor
-
-Operator = torch._ops.OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,8 @@ class Made:
 class Call:
     """An operator with its arguments flattened: operands for tensors, the values themselves for the rest.
 
-    `numerics`: the settings it ran under. `duration_s`: how long it took. `stale`: an operand was changed since, so it
-    would make something else now.
+    `numerics`: the settings it ran under. `duration_s`: how long it took. `stale`: an operand was changed since, or is
+    about to be, so it would make something else then. `spoilt`: it was, and not all was made before that needs this.
     """
 
     number: int
@@ -118,6 +117,7 @@ class Call:
     numerics: Numerics
     duration_s: float = 0.0
     stale: bool = False
+    spoilt: bool = False
 
     def made(self) -> Iterator[Made]:
         """Yield the operands that other calls made."""

@@ -1,16 +1,16 @@
 """Making storages again that were given up without a copy, by running the step's own calls once more.
 
-`Remaker` is a dispatch mode: while it is on, it numbers the calls of the step, remembers those that a plan will want to
-run again, and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was
-given up does not outlive its step: between steps, where nobody watches, nothing depends on a call.
+`Remaker` is told of operators: it numbers the calls of the step, remembers those that a plan will want to run again,
+and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was given up does
+not outlive its step: between steps, where nobody watches, nothing depends on a call.
 
 Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread, and of those on which
-autograd runs backward on a device (PyTorch hands modes on to them): the mode sees them, through views, `.data`, `out=`
-and lists; those of other libraries, collectives among them, may write whatever they are given; a normalisation in
-training writes its running statistics and does not say so. Operators of other threads: by versions, where the tensor
-has one. numpy and others with the same memory: not at all, so nothing is made from memory that they
-have, except parameters; before they get it, what is given up and made from it is made. The same before a storage is
-given up or resized by its owner, as FSDP does with parameters. What remains is in docs/limits.md.
+autograd runs backward on a device: they are told, through views, `.data`, `out=` and lists; those of other libraries,
+collectives among them, may write whatever they are given; a normalisation in training writes its running statistics
+and does not say so. Operators of other threads: by versions, where the tensor has one. numpy and others with the same
+memory: not at all, so nothing is made from memory that they have, except parameters; before they get it, what is given
+up and made from it is made. The same before a storage is given up or resized by its owner, as FSDP does with
+parameters. What remains is in docs/limits.md.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowtide.autograd.kept import is_parameter
-from lowtide.execute.recompute.lending import Lending, as_tensor
-from lowtide.execute.recompute.modes import OwnMode, can_watch, is_aside, program_has_modes
+from lowtide.execute.observe import operators
+from lowtide.execute.observe.operators import Operator, can_watch, is_aside
+from lowtide.execute.recompute.lending import Lending, LentForGood, Owned, as_tensor
 from lowtide.execute.recompute.neighbourhoods import Neighbourhoods
 from lowtide.execute.recompute.numerics import numerics
 from lowtide.execute.recompute.recipes import (
@@ -37,7 +39,6 @@ from lowtide.execute.recompute.recipes import (
     Kept,
     Layout,
     Made,
-    Operator,
     Product,
     Source,
     Writes,
@@ -49,19 +50,32 @@ from lowtide.execute.recompute.remakes import Remakes
 from lowtide.execute.recompute.rerun import Records, rerun
 from lowtide.execute.step.saved import unmanaged_reason
 
-# Makes nothing, and is not numbered: how often autograd calls it for what a hook gives back is a matter of time.
-DETACH = torch.ops.aten.detach.default
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A call that runs. `targets` and `moved`: the memory that it changes, and that it changes without saying so."""
+
+    number: int
+    operator: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: Sequence[int] = ()
+    moved: Sequence[int] = ()
+    call: Call | None = None
+    begun_s: float = 0.0
+    saved: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # results, with their records
 
 
-class Remaker(OwnMode):
+class Remaker:
     """Numbers and remembers calls, and runs them again: see the module's text."""
 
     def __init__(self, backend: Remakes, records: Records, *, least_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        operators.load()
         self._backend = backend
         self._records = records
         self._least_bytes = least_bytes
         self._lock = threading.RLock()
+        self._thread = threading.local()
         self._products: dict[int, Product] = {}
         self._recipes: dict[int, Product] = {}
         self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
@@ -73,7 +87,9 @@ class Remaker(OwnMode):
         self._active = False
         self._forward = False
         self._on = False
+        self._lent = LentForGood()
         self._lending = Lending(self._before_lending)
+        self._lending.on()  # also between steps: what is lent then may be written at any time
         self._neighbourhoods = self._no_neighbours()
         self.ran = 0
         self._host_s = 0.0
@@ -116,31 +132,46 @@ class Remaker(OwnMode):
 
     # ---- on and off ----
 
-    def watch(self, *, nested: bool) -> None:
-        """Be on if the step that begins has calls to number, else off; `nested`: the program's modes may be on."""
+    @property
+    def device(self) -> torch.device:
+        """Where the operators are that it is told of."""
+        return self._backend.device
+
+    @property
+    def wants_operands(self) -> bool:
+        """Whether it is told of operators: always."""
+        return True
+
+    def watch(self) -> None:
+        """Be told if the step that begins has calls to number, else be told no more."""
         if self.is_needed and not self._on:
-            # A mode that the program leaves takes the topmost off: only a context of ours may stand above its own.
-            if nested or not program_has_modes():
-                self._on = True
-                self._lending.on()
-                self.__enter__()  # type: ignore[no-untyped-call]
+            self._on = True
+            operators.watch(self, first=True)  # the log hears a call's number from here
         elif not self.is_needed:
             self.unwatch()
 
     def unwatch(self) -> None:
-        """Be off, on the thread on which it is on."""
-        if self._on and self.is_on:
+        """Be told no more."""
+        if self._on:
             self._on = False
-            self._lending.off()
-            self.leave()
+            operators.unwatch(self)
+
+    def close(self) -> None:
+        """Be told of nothing any more."""
+        self.unwatch()
+        self._lending.off()
 
     # ---- records ----
 
     def saved(self, record: int, tensor: torch.Tensor) -> None:
         """Take note that a tensor's storage is a record."""
-        product = self._products.get(self._backend.serial(tensor))
-        if product is not None:
-            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+        serial = self._backend.serial(tensor)
+        product = self._products.get(serial)
+        running: _Running | None = getattr(self._thread, "running", None)
+        if running is not None and (product is None or serial in running.targets):
+            running.saved.append((record, tensor))  # a result of the call that runs: known when it has ended
+        elif product is not None:
+            product.see(tensor, is_shared=self._is_shared(tensor, serial))
             product.record = record
             self._recipes[record] = product
 
@@ -207,43 +238,51 @@ class Remaker(OwnMode):
 
     # ---- watching ----
 
-    def __torch_dispatch__(
-        self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # whatever the operator returns
-        kwargs = kwargs or {}
-        if not self._active or func is DETACH or is_aside():
-            return func(*args, **kwargs)
+    def began(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Give a call its number, see to what it is about to change, and remember it if it is wanted."""
+        if not self._active:
+            return None
         number = next(self._numbers)
         if self._marks:
             self._backend.mark_call(number)
-        writes = writes_of(func)
+        writes = writes_of(operator)
         wanted = self._is_wanted(number)
         if writes is None and not wanted:
-            return func(*args, **kwargs)
-        targets: list[int] = []
-        moved: list[int] = []  # they change by more than a recipe says
+            return None
+        running = _Running(number, operator, args, kwargs)
         if writes is not None:
-            targets = [self._backend.serial(tensor) for tensor in writes.written(args, kwargs)]
-            moved = [self._backend.serial(tensor) for tensor in writes.moved_along(args)]
-            for serial in (*targets, *moved):
+            running.targets = [self._backend.serial(tensor) for tensor in writes.written(args, kwargs)]
+            running.moved = [self._backend.serial(tensor) for tensor in writes.moved_along(args)]
+            for serial in (*running.targets, *running.moved):
                 self._before_write(serial)
-        call = self._remember(number, func, args, kwargs, writes, targets) if wanted else None
-        begun_s = time.perf_counter()
-        try:
-            result = func(*args, **kwargs)
-        except BaseException:
-            self._changed(None, [*targets, *moved])  # half of it may have been done
-            raise
-        self._changed(call, targets)
-        self._changed(None, moved)
+        if wanted:
+            running.call = self._remember(number, operator, args, kwargs, writes, running.targets)
+        running.begun_s = time.perf_counter()
+        self._thread.running = running
+        return running
+
+    def ended(self, token: _Running, results: tuple[Any, ...] | None) -> None:
+        """Take note of what a call changed and made."""
+        self._thread.running = None
+        if results is None:
+            self._changed(None, [*token.targets, *token.moved])  # half of it may have been done
+            return
+        call = token.call
+        self._changed(call, token.targets)
+        self._changed(None, token.moved)
         if call is not None:
-            call.duration_s, clock = time.perf_counter() - begun_s, self._backend.clock
+            call.duration_s, clock = time.perf_counter() - token.begun_s, self._backend.clock
             if self._wanted is None and clock is not None:  # else nobody asks
-                call.duration_s = clock.took_s(func, args, kwargs) or call.duration_s
-            self._made(call, result, args, kwargs)
-        if number == self._last:
+                call.duration_s = clock.took_s(token.operator, token.args, token.kwargs) or call.duration_s
+            self._made(call, results, token.args, token.kwargs)
+        for record, tensor in token.saved:
+            self.saved(record, tensor)
+        if token.number == self._last:
             self._forget_unsaved(but=call)
-        return result
+
+    def failed(self, error: Exception) -> None:
+        """Have an error raised where it can be."""
+        self._records.failed(error)
 
     def _is_wanted(self, number: int) -> bool:
         """Tell whether a call is to be remembered."""
@@ -285,7 +324,7 @@ class Remaker(OwnMode):
         read: list[int] = []
         for leaf in leaves:
             operand = self._operand(leaf, read, targets) if isinstance(leaf, torch.Tensor) else leaf
-            if operand is None and leaf is not None:
+            if operand is NotImplemented or (operand is None and leaf is not None):
                 return None
             operands.append(operand)
         call = Call(number, func, operands, spec, numerics())
@@ -301,20 +340,24 @@ class Remaker(OwnMode):
         serial = self._backend.serial(tensor)
         product = self._products.get(serial)
         if product is not None:
-            product.see(tensor, is_shared=self._backend.is_shared(tensor))
+            product.see(tensor, is_shared=self._is_shared(tensor, serial))
             product.touched_s = time.perf_counter()
             if product.whole and product.dtype == tensor.dtype:
                 return Made.of(product, Layout.of(tensor), own=serial in targets)
         if serial in targets:
             return None  # it may change only what it has made itself
         parameter = is_parameter(tensor)
-        if not parameter and self._backend.is_shared(tensor):
+        if not parameter and self._is_shared(tensor, serial):
             return None
         read.append(serial)
         if serial <= 0 or parameter or self._backend.storage_bytes(tensor) < self._least_bytes:
             alias = self._backend.alias(tensor)
             return None if alias is None else Kept.of(alias, may_be_shared=parameter)
         return Source(self._records.hold(tensor), Layout.of(tensor))
+
+    def _is_shared(self, tensor: torch.Tensor, serial: int) -> bool:
+        """Tell whether others than tensors may write the memory behind a tensor."""
+        return serial in self._lent or self._backend.is_shared(tensor)
 
     def _changed(self, call: Call | None, targets: Sequence[int]) -> None:
         """Take note of what a call changed."""
@@ -346,21 +389,30 @@ class Remaker(OwnMode):
         for call in readers:
             call.stale = True  # first of all: nothing more may be given up that depends on it
         numbers = {call.number for call in readers}
-        self._remake_each(
-            [
-                record
-                for record, product in list(self._recipes.items())
-                if any(call.number in numbers for call in product.history())
-            ]
-        )
+        try:
+            self._remake_each(
+                [
+                    record
+                    for record, product in list(self._recipes.items())
+                    if any(call.number in numbers for call in product.history())
+                ]
+            )
+        except BaseException:
+            for call in readers:
+                call.spoilt = True  # nobody can keep the program from writing: what was not made is lost
+            raise
 
-    def _before_lending(self, owned: torch.Tensor | torch.UntypedStorage) -> None:
+    def _before_lending(self, owned: Owned, for_good: bool) -> None:
         """See to it that nothing will be made from memory that somebody gets who writes without a call."""
-        if not self._active or is_aside() or owned.device != self._backend.device:
+        if is_aside() or owned.device != self._backend.device or not (self._active or for_good):
             return
         tensor = as_tensor(owned)
-        if tensor is not None:
-            serial = self._backend.serial(tensor)
+        if tensor is None:
+            return
+        serial = self._backend.serial(tensor)
+        if for_good and serial:
+            self._lent.add(serial, tensor.untyped_storage())
+        if self._active:
             self._before_write(serial)
             self._changed(None, [serial])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from lowtide.core.units import format_bytes
 from lowtide.errors import SpillCorrupted
+from lowtide.execute.observe.operators import Operator
 
 
 def came_out_otherwise(nbytes: int) -> SpillCorrupted:
@@ -66,7 +66,7 @@ class Remakes(Protocol):
         """Log which of the step's calls the operator is that runs."""
         ...
 
-    def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator again; there is room for what it takes, or it raises."""
         ...
 
@@ -79,7 +79,7 @@ class Remakes(Protocol):
 class Clock(Protocol):
     """How long operators take on a device that works behind the host."""
 
-    def took_s(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def took_s(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """Return how long an operator took when it was last measured (None: it was not)."""
         ...
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from lowtide.execute.observe.operators import unseen
 from lowtide.execute.recompute.numerics import running_under
 from lowtide.execute.recompute.recipes import Call, Kept, Layout, Made, Product, Source
 from lowtide.execute.recompute.remakes import Remakes
@@ -43,6 +44,10 @@ class Records(Protocol):
 
     def remade(self, record: int) -> None:
         """Take note that a record is in memory again."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """Keep an error of a call that could not be watched, until it can be raised."""
         ...
 
 
@@ -133,6 +138,8 @@ class Rerun:
     def run(self) -> None:
         """Run the calls; what they make besides is let go after its last use."""
         for call in self._ordered:
+            if call.spoilt:
+                raise RuntimeError(_CHANGED)
             args, kwargs = tree_unflatten([self._value(leaf) for leaf in call.leaves], call.spec)
             with running_under(call.numerics):
                 results = tree_leaves(self._remakes.run(call.operator, args, kwargs))
@@ -177,7 +184,8 @@ def rerun(
     """
     running = Rerun(wanted, records, remakes, planned)
     below = torch._C._AutoDispatchBelowAutograd
-    with torch.no_grad(), torch.autocast(remakes.device.type, enabled=False), _disable_current_modes(), below():
+    plain = torch.autocast(remakes.device.type, enabled=False)
+    with torch.no_grad(), plain, _disable_current_modes(), below(), unseen():
         try:
             running.run()
             yield running

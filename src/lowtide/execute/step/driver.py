@@ -130,6 +130,14 @@ class Driver(ABC):
             self.failure = error
             return -1
 
+    def failed(self, error: Exception) -> None:
+        """Keep an error that an operator of the program's cannot raise until the next save or use, or the end."""
+        self.failure = self.failure or error
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.take_failure()
+
     def take_failure(self) -> BaseException:
         """Return what went wrong while making room, once."""
         assert self.failure is not None

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide.autograd.gradients import Gradients
 from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.execute.backends.protocol import Packed, StepMemory
-from lowtide.execute.recompute.modes import can_watch
+from lowtide.execute.observe.operators import can_watch
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.execute.step.driver import Driver
 from lowtide.execute.step.matcher import Matcher
@@ -75,11 +75,9 @@ class Runtime(Driver):
             self._follow(self.matcher.begin() is not None)
             self._expect()
             if self.remaker is not None:
-                # In every recording: with a mode on, PyTorch takes other ways through some operators (attention),
-                # so a step that is watched has to be planned from one that was.
                 self.remaker.begin(wanted=self._wanted_calls(), marks=recording)
                 if self._hooked:  # a step of a script begins inside the hooks of the one before
-                    self.remaker.watch(nested=False)
+                    self.remaker.watch()
         self.backend.prepare()
 
     def end_step(self) -> None:
@@ -102,7 +100,7 @@ class Runtime(Driver):
                 warnings.warn(f"lowtide: a gradient is lost: {error}", RuntimeWarning, stacklevel=3)
         if self.remaker is None:
             return
-        self.remaker.unwatch()
+        self.remaker.close()
         try:
             if bring_back and self.backend.remakes is not None:
                 self.backend.remakes.lift()
@@ -150,7 +148,7 @@ class Runtime(Driver):
         """Be ready for what hooks on this thread bring: `pack` and `unpack` are called by them."""
         self._hooked = True
         if self.remaker is not None:
-            self.remaker.watch(nested=True)
+            self.remaker.watch()
         try:
             yield
         finally:
@@ -162,6 +160,7 @@ class Runtime(Driver):
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Take a tensor that autograd saves."""
+        self._raise_failure()
         if self.first_save_s is None:
             self.first_save_s = time.perf_counter()
         reason = unmanaged_reason(tensor, self.backend.device)
@@ -259,6 +258,7 @@ class Runtime(Driver):
         """Give back a tensor that autograd saved."""
         if isinstance(handle, KeptTensor):
             return handle.get()
+        self._raise_failure()
         backend, record = self.backend, handle.record
         handle.check_version(backend.version(handle.pack))
         backend.mark_unpack(handle.pack)

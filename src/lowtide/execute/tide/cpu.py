@@ -23,6 +23,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Moved, Traffic, link_seen
+from lowtide.execute.backends.oom_messages import may_be_refusal
 from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.places import located
@@ -100,7 +101,9 @@ class CpuTide(Tide):
         try:
             yield
             self._raise_sounded()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not may_be_refusal(error):
+                raise
             interruption = self._memory.interruption()
             if interruption is not None:
                 raise interruption from error

@@ -19,7 +19,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import link_seen
-from lowtide.execute.backends.oom_messages import concerns
+from lowtide.execute.backends.oom_messages import concerns, may_be_refusal
 from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.step.saved import UseWait
@@ -101,7 +101,9 @@ class DeviceTide(Tide):
         refusals = self._backend.refusals
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not may_be_refusal(error):
+                raise
             if self._runtime.failure is not None:  # Ctrl-C while it waited for room, for one
                 raise self._runtime.take_failure() from error
             if self._backend.refusals == refusals or not concerns(error, self._backend.device):

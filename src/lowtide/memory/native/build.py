@@ -20,7 +20,8 @@ from lowtide.errors import NativeUnavailable
 class Library:
     """A shared library of this package: `name` is its file's, `title` what messages call it.
 
-    `build_s` is what building it takes, roughly, on one core of a small machine.
+    `build_s` is what building it takes, roughly, on one core of a small machine. `links`: libraries of torch's beside
+    those that all are linked with.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Library:
     directory: Path
     sources: tuple[str, ...]
     headers: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
 
 NATIVE = Library(
@@ -214,6 +216,7 @@ def _compile(library: Library, cxx: str, made: Path, torch_dir: Path, cxx11_abi:
         f"-L{torch_dir / 'lib'}",
         "-lc10",
         "-ltorch_cpu",
+        *(f"-l{name}" for name in library.links),
     ]
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -4,8 +4,8 @@ Device-agnostic: `torch.accelerator`, `torch.Stream`, `torch.Event`, `Tensor.rec
 
 Note [Budget on a device]: a device's allocator is not ours. It is told the budget where it takes one (then nothing
 passes it), and it is asked before every save and use whether what the step needs until the next one will fit; if not,
-records leave first. What a step needs was measured while it was recorded. Operators that find no room all the same
-are run again after more has left: see Note [Run again].
+records leave first. What a step needs was measured while it was recorded. An operator that finds no room all the same
+has more leave before it, or in the middle of it: see Note [Who asks for room].
 
 Note [Landing]: a record's block is given up in the order of streams, not of the host's clock: kernels that come later
 wait for its copy, and may be given its block at once. So the host never waits for a copy out, and what is live at
@@ -35,7 +35,7 @@ from lowtide.execute.backends.accelerator.remakes import Remaking
 from lowtide.execute.backends.accelerator.traffic import check_free
 from lowtide.execute.backends.protocol import Usage
 from lowtide.execute.backends.records import bring_back_each
-from lowtide.execute.recompute.modes import aside
+from lowtide.execute.observe.operators import aside, is_aside, unseen
 from lowtide.execute.recompute.remakes import Remakes
 from lowtide.residency.machine import Residence
 from lowtide.tiers.medium import Medium
@@ -53,12 +53,14 @@ class AcceleratorBackend(Remaking):
     def __init__(self, medium: Medium, *, device: torch.device, host_bytes: int, verify: bool = False) -> None:
         check_free(device)
         memory = DeviceMemory(device)
+        guard = Guard(memory, self, asks=memory.can_ask)  # first: where it cannot be built, nothing is left behind
         host = HostTier(PinnedPool(host_bytes, allocate=_pinned), ThreadStore(medium, verify=verify))
-        super().__init__(memory, host, Guard(memory, self), verify=verify)
+        super().__init__(memory, host, guard, verify=verify)
         self.refusals = 0
         self._pace = RunAhead()
         self._budget_bytes: int | None = None
         self._on_pressure: Callable[[int], int] = lambda _need_bytes: 0
+        self._failed: BaseException | None = None
         self._expected_bytes = 0
         self._refused: tuple[str, int] = ("an operator", 0)  # what was refused last, and what it would have taken
         self._taken: OperatorLog | None = None  # the log taken last: it still knows the storages by number
@@ -82,9 +84,11 @@ class AcceleratorBackend(Remaking):
         self._memory.forget_peaks()
         self._budget_bytes = budget_bytes
         self._on_pressure = on_pressure
+        self._memory.ask(self._asked)
 
     def lift(self) -> None:
         """Lift the budget."""
+        self._memory.ask(None)
         self._memory.lift_limit()
         self._budget_bytes = None
 
@@ -119,13 +123,15 @@ class AcceleratorBackend(Remaking):
     def expect(self, need_bytes: int | None) -> None:
         with self._lock:
             if self._guard.log is not None:
+                self._guard.log.rise(self._memory.lap())
                 live_bytes = self._memory.allocated_bytes()
-                self._guard.log.catch_up(live_bytes)
+                if not self._guard.log.is_inside:
+                    self._guard.log.catch_up(live_bytes)
                 self._guard.log.segment(live_bytes)
-            self._guard.foresees = need_bytes is not None
             self._expected_bytes = need_bytes or 0
 
     def prepare(self) -> None:
+        self._raise_failure()
         self._pace.step(self._copies.note_stream())
         if self._expected_bytes:
             self.make_room(self._expected_bytes)
@@ -151,21 +157,46 @@ class AcceleratorBackend(Remaking):
                 return False
         return True
 
+    def _asked(self, lacking_bytes: int) -> bool:
+        """Make room in the middle of an operator for which the allocator lacks so much; return whether any was made.
+
+        Not in an operation of our own, which may hold the lock: it is refused, and whoever needs it makes room first.
+        """
+        if is_aside() or self._budget_bytes is None:
+            return False
+        try:
+            with unseen():
+                before_bytes, given_up = self._memory.allocated_bytes(), self._given_up
+                self.make_room(self._budget_bytes - before_bytes + lacking_bytes)
+                if self._given_up > given_up or self._memory.allocated_bytes() < before_bytes:
+                    return True
+                self.note_refusal(
+                    self._guard.running or "an operator", self._budget_bytes - before_bytes + lacking_bytes
+                )
+        except BaseException as error:  # noqa: BLE001  # the allocator cannot take it
+            self.failed(error)
+        return False
+
+    def failed(self, error: BaseException) -> None:
+        """Keep an error until the next save, use or step: an operator of the program's cannot raise it."""
+        self._failed = self._failed or error
+
+    def _raise_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
     def _wait_for_host_memory(self) -> bool:
         start_s = time.perf_counter()
         waited = self._host.wait_for_any()
         self._copies.stalls.add(time.perf_counter() - start_s)
         return waited
 
-    def refusal(self, op: str, need_bytes: int) -> torch.OutOfMemoryError:
-        """Return the error for an operator that cannot run, and remember it for `too_small`."""
+    def note_refusal(self, op: str, need_bytes: int) -> None:
+        """Remember for `too_small` that an operator cannot run."""
         live_bytes, budget_bytes = self._memory.allocated_bytes(), self._budget_bytes or 0
         self.refusals += 1
         self._refused = (op, max(live_bytes + need_bytes, budget_bytes + 1))
-        return torch.OutOfMemoryError(
-            f"lowtide: {op} asked for {need_bytes} bytes; {live_bytes} bytes are in use on {self.device} and nothing "
-            f"more can leave; the budget is {budget_bytes} bytes"
-        )
 
     def too_small(self) -> BaseException:
         op, needed_bytes = self._refused
@@ -197,7 +228,7 @@ class AcceleratorBackend(Remaking):
         if not self._is_open or found.state is Residence.DISCARDED:
             raise self._read_error(found, SpillError(errno.ESTALE, "the tide was closed before backward ran"))
         if not self.make_room(found.nbytes):
-            self.refusal("the copy of a saved tensor back to the device", found.nbytes)
+            self.note_refusal("the copy of a saved tensor back to the device", found.nbytes)
             raise self.too_small()
         with aside(), self._lock:
             place = self._demand(found)
@@ -217,7 +248,7 @@ class AcceleratorBackend(Remaking):
                 before_bytes = self._memory.allocated_bytes()
             self.make_room(2 * self._memory.total_bytes)
             if self._memory.allocated_bytes() >= before_bytes:
-                self.refusal("the copy of a saved tensor back to the device", record.nbytes)
+                self.note_refusal("the copy of a saved tensor back to the device", record.nbytes)
                 return False
 
     def _fetch_around(self, record: Record) -> None:
@@ -231,7 +262,7 @@ class AcceleratorBackend(Remaking):
         except OSError as error:
             raise self._read_error(record, error) from None
         with aside(), self._lock:
-            before_bytes = self._memory.allocated_bytes()
+            before_bytes = self._before_move()
             self._came(record, self._copies.copy_back_around(record, memory), before_bytes)
 
     # ---- observation ----
@@ -248,7 +279,6 @@ class AcceleratorBackend(Remaking):
 
     def rest(self) -> None:
         self._expected_bytes = 0
-        self._guard.foresees = False
         if not self._packs:  # else a backward pass is still to come, and nobody makes room for it but the guard
             self._guard.stop()
 

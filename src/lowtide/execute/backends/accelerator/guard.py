@@ -1,47 +1,36 @@
-"""Watches a step's operators on a device: makes room before each, and runs one again that found none.
+"""Watches a step's operators on a device: names and logs them, and makes room for them.
 
-Note [Run again]: PyTorch's device allocators raise where memory runs out; nobody is asked first. But an operator is
-called through the dispatcher, and a `TorchDispatchMode` stands right there, below autograd: it can catch the error,
-let saved tensors leave, and call the same operator again. That is exact only if the failed call has changed nothing.
-Results are new tensors, so it has not, but for these: an operator that writes to its arguments (run again only if
-writing twice is the same), one that updates running statistics without saying so (they are put back), one that draws
-random numbers (the generator is put back), and one of another library (never run again).
+Note [Who asks for room]: where the device's allocator can ask before it refuses (`set_pressure_callback` of its device
+module), it does so in the middle of whichever operator lacks room, and records leave then; nothing is asked ahead, and
+a step that is not recorded costs nothing. Where it cannot, room is made before each operator: as much as a call
+with such operands took before, and for one that is seen for the first time all that may leave leaves. So what the
+allocator refuses then could not have run.
 
-Note [Several devices]: each has a guard of its own, and all of them are on, one below the other. An operator that
-copies between two devices passes both; memory may run out on either, and only that one's guard makes room and calls it
-again. Autograd runs backward on a thread for each device, so operators of two threads may use one device at a time:
-what such operators took there cannot be told apart, and is not remembered.
+Note [CUDA's callback]: CUDA's allocator asks too (`c10::FreeMemoryCallback`), but holds its lock meanwhile. To give
+memory up takes the GIL, and a thread that has the GIL may wait for that lock. So it is not asked to.
 
-The mode costs some microseconds of the host's time for every operator, so it is on only where memory is tight.
+Note [Several devices]: each has a guard of its own. Autograd runs backward on a thread for each device, so operators of
+two threads may use one device at a time: what such operators took there cannot be told apart, and is not remembered.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lowtide.capture.schema import (
-    Argument,
-    draws_random,
-    given,
-    is_operator,
-    is_view,
-    tensors_in,
-    unsaid_statistics,
-    written_arguments,
-)
+from lowtide.capture.schema import Argument, given, is_operator, tensors_in, written_arguments
 from lowtide.execute.backends.accelerator.log import Operand, OperatorLog
 from lowtide.execute.backends.accelerator.memory import DeviceMemory, Span
-from lowtide.execute.backends.oom_messages import asked_bytes, concerns
-from lowtide.execute.recompute.modes import OwnMode, is_aside
+from lowtide.execute.observe import operators
+from lowtide.execute.observe.operators import Operator
 
-_SAME_WHEN_REPEATED = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::_copy_from"})
 _KNOWN_AT_MOST = 1 << 16
-_Span = tuple[torch.Event, torch.Event]
+_Times = tuple[torch.Event, torch.Event]
 
 
 class Room(Protocol):
@@ -51,88 +40,87 @@ class Room(Protocol):
         """Let records leave until `need_bytes` more fit; return whether they do."""
         ...
 
-    def refusal(self, op: str, need_bytes: int) -> torch.OutOfMemoryError:
-        """Return the error for an operator that cannot run, and remember it."""
+    def note_refusal(self, op: str, need_bytes: int) -> None:
+        """Remember that there is no room for an operator: the allocator will refuse it."""
         ...
 
     def look(self) -> None:
         """Note which records nobody else holds any more."""
         ...
 
+    def failed(self, error: BaseException) -> None:
+        """Keep an error until it can be raised."""
+        ...
+
 
 class _Traits(NamedTuple):
-    """What an operator's schema says. `written`: the arguments that it changes.
-
-    `statistics`: those that it changes without saying so, as BatchNorm does with its running mean.
-    """
+    """What an operator's schema says. `written`: the arguments that it changes."""
 
     name: str
-    is_view: bool
     computes: bool
-    is_retried: bool
     written: tuple[Argument, ...]
-    statistics: tuple[Argument, ...]
-    draws: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a call that failed has changed nothing, so that there is nothing to keep before it."""
-        return self.is_retried and not (self.written or self.statistics or self.draws)
 
 
 @cache
-def _traits(func: Any) -> _Traits:
-    schema = func._schema
-    written = written_arguments(schema)
-    return _Traits(
-        name=schema.name,
-        is_view=is_view(schema),
-        computes=is_operator(schema.name),
-        is_retried=schema.name.startswith("aten::") and (not written or schema.name in _SAME_WHEN_REPEATED),
-        written=written,
-        statistics=unsaid_statistics(schema),
-        draws=draws_random(func),
-    )
+def _traits(operator: Operator) -> _Traits:
+    schema = operator._schema
+    return _Traits(name=schema.name, computes=is_operator(schema.name), written=written_arguments(schema))
 
 
-class Guard(OwnMode):
-    """The mode. `log` is the log of a step that is recorded; `foresees` tells whether a plan makes room in time."""
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An operator that runs: what it takes is measured, and it is logged if there is a `log`."""
 
-    supports_higher_order_operators = True
+    traits: _Traits
+    key: Hashable
+    span: Span
+    operand_bytes: int
+    log: OperatorLog | None = None
+    reads: tuple[Operand, ...] = ()
+    changed: tuple[torch.Tensor, ...] = ()
+    times: _Times | None = None
+    stream: torch.Stream | None = None
+    number: int | None = None
 
-    def __init__(self, memory: DeviceMemory, room: Room) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
+class Guard:
+    """The watcher. `log` is the log of a step that is recorded; `asks`: the allocator asks for room itself."""
+
+    def __init__(self, memory: DeviceMemory, room: Room, *, asks: bool) -> None:
+        operators.load()
         self.log: OperatorLog | None = None
-        self.foresees = False
+        self.device = memory.device
         self._memory = memory
         self._room = room
-        self._module: Any = torch.get_device_module(memory.device)
+        self._asks = asks
         self._needs: dict[Hashable, int] = {}  # what an operator took beyond what was live, by its arguments
-        self._spans: dict[Hashable, _Span | float] = {}  # how long it took on the device, of those that were logged
-        self._is_entered = False
-        self._is_active = False
+        self._times: dict[Hashable, _Times | float] = {}  # how long it took on the device, of those that were logged
         self._thread = threading.local()
 
     # ---- on and off ----
 
+    @property
+    def wants_operands(self) -> bool:
+        """Whether operators are logged, or need room ahead."""
+        return self.log is not None or not self._asks
+
     def start(self) -> None:
         """Watch this thread's operators, and those of the backward passes that it starts."""
-        self._is_active = True
-        if not self._is_entered:
-            self.enter_below()
-            self._is_entered = True
+        operators.watch(self)
 
     def stop(self) -> None:
-        """Watch no more. Below a mode of the program's that is still on, it stays and lets everything pass."""
-        self._is_active = False
-        if self._is_entered and self.is_on_below_ours:
-            self.leave()
-            self._is_entered = False
+        """Watch no more."""
+        operators.unwatch(self)
+
+    @property
+    def running(self) -> str:
+        """The operator that this thread runs, or an empty string."""
+        return getattr(self._thread, "again", None) or operators.running()
 
     # ---- calls ----
 
     def mark_call(self, number: int) -> None:
-        """Log the operator that this thread runs next as this one of the step's calls: see Note [Order of modes]."""
+        """Log the operator that this thread begins now as this one of the step's calls."""
         self._thread.call = number
 
     def _take_call(self) -> int | None:
@@ -140,208 +128,148 @@ class Guard(OwnMode):
         self._thread.call = None
         return number
 
-    def again(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator with room made for it, whether or not the mode is on. Nothing of it is logged."""
-        traits = _traits(func)
-        tensors = list(tensors_in((args, kwargs)))
-        self._make_room(traits, func, args, kwargs, tensors)
-        return self._run(traits, lambda: func(*args, **kwargs), args, kwargs, tensors)
+    def again(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        """Run an operator with room made for it. Nothing of it is logged."""
+        traits = _traits(operator)
+        self._thread.again = traits.name
+        try:
+            if not self._asks:
+                self._make_room(traits, _key(operator, args, kwargs), args, kwargs)
+            return operator(*args, **kwargs)
+        finally:
+            self._thread.again = None
 
-    def duration_s(self, func: Any, args: Any, kwargs: Any) -> float | None:
+    def duration_s(self, operator: Operator, args: Any, kwargs: Any) -> float | None:
         """Return how long an operator took on the device when it was last logged (None: it was not)."""
-        key = _key(func, args, kwargs)
-        span = self._spans.get(key)
-        if isinstance(span, tuple):
-            begin, end = span
+        key = _key(operator, args, kwargs)
+        times = self._times.get(key)
+        if isinstance(times, tuple):
+            begin, end = times
             if not end.query():
                 return None
-            span = self._spans[key] = max(0.0, begin.elapsed_time(end) / 1e3)
-        return span
+            times = self._times[key] = max(0.0, begin.elapsed_time(end) / 1e3)
+        return times
 
     # ---- operators ----
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._is_active or is_aside() or not hasattr(func, "_schema"):
-            return func(*args, **kwargs)
-        if self.log is None:
-            return self._guarded(func, args, kwargs)
+    def began(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Make room where nobody asks for it, and look at what is live before an operator runs."""
         number = self._take_call()
-        try:
-            return self._guarded(func, args, kwargs, number)
-        finally:
-            self._take_call()  # of a mode below, which numbers this very operator: too late
-
-    def _guarded(self, func: Any, args: Any, kwargs: Any, number: int | None = None) -> Any:
-        traits = _traits(func)
-        if self.log is None and (traits.is_view or (self.foresees and traits.is_plain)):
-            try:
-                return func(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                if not concerns(error, self._memory.device):
-                    raise
-                # once more, with all that it takes
         tensors = list(tensors_in((args, kwargs)))
         if not self._is_ours(tensors, kwargs):
-            return func(*args, **kwargs)
-        if self.log is not None:
-            return self._logged(self.log, traits, func, args, kwargs, tensors, number)
-        # Where a plan makes room in time, only operators that cannot be run again are not left to that.
-        if not self.foresees or traits.written:
-            self._make_room(traits, func, args, kwargs, tensors)
-        return self._run(traits, lambda: func(*args, **kwargs), args, kwargs, tensors)
+            return None
+        traits, key = _traits(operator), _key(operator, args, kwargs)
+        if not self._asks:
+            self._make_room(traits, key, args, kwargs)
+        if self.log is None:
+            return None if key in self._needs else _Running(traits, key, self._memory.begin_span(), _bytes_of(tensors))
+        self._room.look()
+        if any(tensor.device != self.device for tensor in tensors):
+            number = None  # it cannot run again: what it reads elsewhere is nobody's to keep here
+        stream = torch.accelerator.current_stream(self.device)
+        running = _Running(
+            traits,
+            key,
+            self._memory.begin_span(),
+            _bytes_of(tensors),
+            log=self.log,
+            reads=tuple(_operand(tensor) for tensor in tensors if self._is_tracked(tensor)),
+            changed=tuple(tensor for tensor in given(traits.written, args, kwargs) if self._is_tracked(tensor)),
+            stream=stream,
+            number=number,
+        )
+        self.log.catch_up(running.span.base_bytes)
+        self.log.begin(running.reads, [_operand(tensor) for tensor in running.changed])
+        if traits.computes:
+            begin, end = (torch.Event(device=self.device, enable_timing=True) for _ in range(2))
+            running.times = (begin, end)
+            begin.record(stream)
+        return running
+
+    def ended(self, token: _Running, results: tuple[Any, ...] | None) -> None:
+        """Learn what an operator took, and log it."""
+        if token.times is not None and results is not None:
+            token.times[1].record(token.stream)
+        peak_bytes = self._memory.end_span(token.span)
+        if token.log is not None:
+            token.log.rise(peak_bytes)
+        if results is not None:
+            self._learn(token)
+            self._write(token, results)
+        elif not self._asks:
+            # It may have been refused, and nobody knows what it would have taken: as much as its operands, say.
+            self._room.note_refusal(token.traits.name, token.operand_bytes)
+        if token.log is not None:
+            token.log.end()
+
+    def _write(self, token: _Running, results: tuple[Any, ...]) -> None:
+        """Log an operator that has ended."""
+        if token.log is None:
+            return
+        writes = [_operand(tensor) for tensor in tensors_in(results) if self._is_tracked(tensor)]
+        token.log.operator(
+            token.traits.name,
+            token.reads,
+            writes + [_operand(tensor) for tensor in token.changed],
+            span=token.times,
+            live_bytes=token.span.live_bytes,
+            peak_bytes=token.span.peak_bytes,
+            call=token.number,
+        )
+
+    def failed(self, error: Exception) -> None:
+        """Keep an error until it can be raised."""
+        self._room.failed(error)
 
     def _is_ours(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-        ours = self._memory.device
-        if any(tensor.device == ours for tensor in tensors):
+        if any(tensor.device == self.device for tensor in tensors):
             return True
         device = kwargs.get("device")
-        if device is None or device.type != ours.type:
+        if device is None or device.type != self.device.type:
             return False
-        return (torch.accelerator.current_device_index() if device.index is None else device.index) == ours.index
+        return (torch.accelerator.current_device_index() if device.index is None else device.index) == self.device.index
 
     def _is_result_here(self, traits: _Traits, args: Any, kwargs: dict[str, Any]) -> bool:
         """Tell whether an operator's result is on our device: not that of a copy to another."""
-        device = kwargs.get("device")
-        if device is not None:
+        if kwargs.get("device") is not None:
             return self._is_ours([], kwargs)
         changed = given(traits.written, args, kwargs)
-        return not changed or any(tensor.device == self._memory.device for tensor in changed)
+        return not changed or any(tensor.device == self.device for tensor in changed)
 
     def _is_tracked(self, tensor: torch.Tensor) -> bool:
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        return is_plain and tensor.device == self._memory.device
+        return is_plain and tensor.device == self.device
 
-    def _make_room(self, traits: _Traits, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        """Make room for an operator: for what it took before, or as a guess for its operands once more."""
-        need_bytes = self._needs.get(_key(func, args, kwargs))
+    def _make_room(self, traits: _Traits, key: Hashable, args: Any, kwargs: Any) -> None:
+        """Make room for an operator: see Note [Who asks for room]."""
+        need_bytes = self._needs.get(key)
         if need_bytes is None:
             if self._is_result_here(traits, args, kwargs):
-                self._room.make_room(_bytes_of(tensors))
+                self._room.make_room(2 * self._memory.total_bytes)
         elif need_bytes and not self._room.make_room(need_bytes):
-            raise self._room.refusal(traits.name, need_bytes)
+            self._room.note_refusal(traits.name, need_bytes)
 
-    def _logged(
-        self,
-        log: OperatorLog,
-        traits: _Traits,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        number: int | None,
-    ) -> Any:
-        if not traits.is_view:
-            self._make_room(traits, func, args, kwargs, tensors)
-        self._room.look()
-        reads = [_operand(tensor) for tensor in tensors if self._is_tracked(tensor)]
-        begin, end = (torch.Event(device=self._memory.device, enable_timing=True) for _ in range(2))
-        timed = (begin, end) if traits.computes else None
-        stream = torch.accelerator.current_stream(self._memory.device)
-
-        def call() -> Any:
-            if timed is not None:
-                begin.record(stream)
-            return func(*args, **kwargs)
-
-        with self._memory.span() as span:
-            log.catch_up(span.before_bytes)
-            result = call() if traits.is_view else self._run(traits, call, args, kwargs, tensors)
-            if timed is not None:
-                end.record(stream)
-        if not traits.is_view:
-            self._learn(_key(func, args, kwargs), span, timed)
-        results = list(tensors_in(result))
-        writes = [_operand(tensor) for tensor in results if self._is_tracked(tensor)]
-        changed = given(traits.written, args, kwargs)
-        writes += [_operand(tensor, changed=True) for tensor in changed if self._is_tracked(tensor)]
-        if any(tensor.device != self._memory.device for tensor in tensors):
-            number = None  # it cannot run again: what it reads elsewhere is nobody's to keep here
-        log.operator(
-            traits.name,
-            reads,
-            writes,
-            span=timed,
-            live_bytes=span.live_bytes,
-            peak_bytes=span.peak_bytes,
-            call=number,
-        )
-        return result
-
-    def _learn(self, key: Hashable, span: Span, timed: _Span | None) -> None:
+    def _learn(self, ran: _Running) -> None:
         """Remember what an operator took, in bytes and in time."""
         if len(self._needs) >= _KNOWN_AT_MOST:  # shapes that never come again
             self._needs.clear()
-            self._spans.clear()
-        if span.is_alone:
-            self._needs[key] = max(self._needs.get(key, 0), span.peak_bytes - span.before_bytes)
-        if timed is not None:
-            self._spans[key] = timed
-
-    def _run(
-        self, traits: _Traits, call: Callable[[], Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]
-    ) -> Any:
-        """Call an operator; where the allocator refuses it, make room and call it again. See Note [Run again]."""
-        undo = self._undo(traits, args, kwargs, tensors)
-        tried_bytes = _bytes_of(tensors)
-        while True:
-            try:
-                return call()
-            except torch.OutOfMemoryError as error:
-                if not concerns(error, self._memory.device):
-                    raise  # of the other device that the operator copies from or to: see Note [Several devices]
-                wanted_bytes = max(asked_bytes(error), 1)
-                before_bytes = self._memory.allocated_bytes()
-                refused = error.with_traceback(None)
-            if undo is None:
-                raise self._room.refusal(traits.name, wanted_bytes) from refused
-            # More each time, until all that may leave has left.
-            while tried_bytes <= 2 * self._memory.total_bytes:
-                tried_bytes = max(2 * tried_bytes, wanted_bytes)
-                self._room.make_room(tried_bytes)
-                if self._memory.allocated_bytes() < before_bytes:
-                    break
-            else:
-                raise self._room.refusal(traits.name, wanted_bytes) from refused
-            undo()
-
-    def _undo(self, traits: _Traits, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Callable[[], None] | None:
-        """Return what takes back a call that failed half-way; None if nothing can."""
-        plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-        if not plain or not traits.is_retried or (traits.draws and kwargs.get("generator") is not None):
-            return None
-        statistics = given(traits.statistics, args, kwargs)
-        copies = [(tensor, _copy_of(tensor)) for tensor in statistics if tensor.device == self._memory.device]
-        state = self._module.get_rng_state(self._memory.device) if traits.draws else None
-
-        def undo() -> None:
-            if state is not None:
-                self._module.set_rng_state(state, self._memory.device)
-            for tensor, copy in copies:
-                tensor.copy_(copy)
-
-        return undo
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy, on the device: one on the host would wait in line behind all copies of records."""
-    try:
-        return tensor.clone()
-    except torch.OutOfMemoryError:
-        return tensor.to("cpu")
+            self._times.clear()
+        if ran.span.is_alone:
+            self._needs[ran.key] = max(self._needs.get(ran.key, 0), ran.span.rise_bytes)
+        if ran.times is not None:
+            self._times[ran.key] = ran.times
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
 
 
-def _operand(tensor: torch.Tensor, *, changed: bool = False) -> Operand:
-    """Return a tensor as the log needs it; `changed`: autograd counts that only when the call has returned."""
-    version = 0 if tensor.is_inference() else tensor._version
-    return Operand(tensor.untyped_storage(), version + changed)
+def _operand(tensor: torch.Tensor) -> Operand:
+    """Return a tensor as the log needs it."""
+    return Operand(tensor.untyped_storage(), 0 if tensor.is_inference() else tensor._version)
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Hashable:
+def _key(operator: Operator, args: Any, kwargs: Any) -> Hashable:
     """Return what an operator's need of memory depends on: shapes, and the numbers that decide over shapes."""
 
     def part(value: Any) -> Hashable:
@@ -352,6 +280,9 @@ def _key(func: Any, args: Any, kwargs: Any) -> Hashable:
             return tuple(part(item) for item in value)
         if isinstance(value, bool | int | str) or value is None:
             return value
-        return type(value).__name__ if isinstance(value, float) else str(value)
+        if isinstance(value, torch.UntypedStorage):
+            return value.device, value.nbytes()
+        # Not the text of what may have contents: a storage's is made of its bytes, one by one.
+        return str(value) if isinstance(value, torch.device | torch.dtype) else type(value).__name__
 
-    return func, part(args), tuple((name, part(value)) for name, value in sorted(kwargs.items()))
+    return operator, part(args), tuple((name, part(value)) for name, value in sorted(kwargs.items()))

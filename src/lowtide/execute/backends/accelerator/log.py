@@ -87,6 +87,7 @@ class OperatorLog:
         self._spans: list[tuple[torch.Event, torch.Event]] = []
         self._serials = 0
         self.updating = False
+        self._thread = threading.local()
         self._needs: list[int] = [0]
         self._segment_bytes = level_bytes  # what was live when the segment began, and what was moved since
         _open_logs.add(self)
@@ -120,7 +121,42 @@ class OperatorLog:
     def _number(self, name: str) -> int:
         return self._names.setdefault(name, len(self._names))
 
+    @_locked
+    def pack(self, record: int, tensor: torch.Tensor) -> None:
+        """Note that autograd saves a tensor; the result of an operator after that operator, though it still runs."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        changes: list[Operand] | None = getattr(self._thread, "changes", None)
+        is_result = changes is not None and (
+            known is None
+            or known.weak.expired()
+            or any(each.storage._cdata == storage._cdata and each.version != tensor._version for each in changes)
+        )
+        if is_result:
+            self._thread.packs.append((record, storage))
+        else:
+            self.add(Logged.PACK, record, self.serial_of(storage), storage.nbytes())
+
     # ---- operators ----
+
+    @_locked
+    def begin(self, reads: Sequence[Operand], changes: Sequence[Operand]) -> None:
+        """Note that this thread begins an operator; it is logged when it ends."""
+        for operand in reads:
+            self.serial_of(operand.storage)
+        self._thread.changes, self._thread.packs = list(changes), []
+
+    @_locked
+    def end(self) -> None:
+        """Note what autograd saved of this thread's operator, which has ended."""
+        packs, self._thread.changes, self._thread.packs = self._thread.packs, None, []
+        for record, storage in packs:
+            self.add(Logged.PACK, record, self.serial_of(storage), storage.nbytes())
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread runs an operator that will be logged."""
+        return getattr(self._thread, "changes", None) is not None
 
     @_locked
     def operator(
@@ -138,7 +174,6 @@ class OperatorLog:
 
         `call`: its number among the step's calls, if they are numbered.
         """
-        self._needs[-1] = max(self._needs[-1], peak_bytes - self._segment_bytes)
         scope = Scope.BACKWARD if torch._C._current_graph_task_id() != -1 else Scope.USER if self.updating else None
         outer = self._number(_BACKWARD if scope is Scope.BACKWARD else _UPDATE)
         number = self._number(name)
@@ -223,6 +258,11 @@ class OperatorLog:
         """Note that a record's block is given up: its end is no end of its bytes."""
         known = self._known.pop(storage._cdata, None)
         self.add(Logged.EVICT_FREE, known.serial if known else 0, _rounded(storage))
+
+    @_locked
+    def rise(self, peak_bytes: int) -> None:
+        """Note how much was live at most since this was told last."""
+        self._needs[-1] = max(self._needs[-1], peak_bytes - self._segment_bytes)
 
     @_locked
     def segment(self, live_bytes: int) -> None:

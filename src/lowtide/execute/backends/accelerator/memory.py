@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,21 @@ _raw_stats: Any = getattr(torch._C, "_accelerator_getDeviceStats", None)
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """The live bytes where something begins and ends, and the most in between.
+    """What happens to the live bytes while something runs, as if nothing were moved meanwhile.
 
-    `is_alone`: no other thread looked at a span of its own meanwhile, so what was counted is of this one.
+    `base_bytes` are those where it begins, with what was moved since; `rise_bytes` is the most beyond them. `is_alone`:
+    no other thread looked at a span of its own meanwhile, so what was counted is of this one.
     """
 
     is_alone: bool = True
-    before_bytes: int = 0
+    base_bytes: int = 0
+    rise_bytes: int = 0
     live_bytes: int = 0
-    peak_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that would have been live."""
+        return self.base_bytes + self.rise_bytes
 
 
 class DeviceMemory:
@@ -39,6 +44,7 @@ class DeviceMemory:
         self.device = device
         self._module: Any = torch.get_device_module(device)
         self._set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
+        self._set_pressure_callback = getattr(self._module, "set_pressure_callback", None)
         self._peak_bytes = 0
         self._peak_reserved_bytes = 0
         self._spans: list[Span] = []
@@ -52,6 +58,16 @@ class DeviceMemory:
     def is_limited(self) -> bool:
         """Whether the allocator refuses to pass the limit by itself."""
         return self._set_fraction is not None
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether the allocator asks for room before it refuses: see Note [Who asks for room]."""
+        return self._set_pressure_callback is not None
+
+    def ask(self, callback: Callable[[int], bool] | None) -> None:
+        """Have the allocator ask `callback(lacking_bytes)` before it refuses; True: try again (None: ask nobody)."""
+        if self._set_pressure_callback is not None:
+            self._set_pressure_callback(callback, self.device)
 
     @property
     def total_bytes(self) -> int:
@@ -71,22 +87,37 @@ class DeviceMemory:
         """Return what the allocator holds, live or not."""
         return int(_raw_stats(self.device.index)["reserved_bytes"]["all"]["current"])
 
-    @contextmanager
-    def span(self) -> Iterator[Span]:
-        """Look at what happens to the live bytes inside this context."""
+    def begin_span(self) -> Span:
+        """Look at what happens to the live bytes from here on."""
         span = Span()
         self._spans.append(span)  # before anybody looks: of two at once, at least one sees the other
-        try:
-            if len(self._spans) > 1:
-                for other in self._spans.copy():
-                    other.is_alone = False
-            span.before_bytes = int(self._take_peaks()["allocated_bytes"]["all"]["current"])
-            torch.accelerator.reset_peak_memory_stats(self.device)
-            yield span
-            counted = self._take_peaks()["allocated_bytes"]["all"]
-            span.live_bytes, span.peak_bytes = int(counted["current"]), int(counted["peak"])
-        finally:
-            self._spans.remove(span)
+        if len(self._spans) > 1:
+            for other in self._spans.copy():
+                other.is_alone = False
+        span.base_bytes = int(self._take_peaks()["allocated_bytes"]["all"]["current"])
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return span
+
+    def end_span(self, span: Span) -> int:
+        """Tell a span what happened; return the most that was live since the last lap."""
+        peak_bytes = self.lap()
+        span.live_bytes = self.allocated_bytes()
+        self._spans.remove(span)
+        return peak_bytes
+
+    def lap(self) -> int:
+        """Return the most that was live since the last lap or the last span's begin, and tell it to all spans."""
+        peak_bytes = int(self._take_peaks()["allocated_bytes"]["all"]["peak"])
+        for span in self._spans.copy():
+            span.rise_bytes = max(span.rise_bytes, peak_bytes - span.base_bytes)
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return peak_bytes
+
+    def moved(self, change_bytes: int) -> None:
+        """Leave bytes out of the spans that were given up or taken since the last lap."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        for span in self._spans.copy():
+            span.base_bytes += change_bytes
 
     def peaks(self) -> tuple[int, int]:
         """Return the most bytes that were live, and that the allocator held, since `forget_peaks`."""

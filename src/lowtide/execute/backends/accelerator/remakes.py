@@ -9,7 +9,6 @@ is one, and nothing to wait for. A block that is given up is ordered after the c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from lowtide.execute.backends.accelerator.memory import DeviceMemory
 from lowtide.execute.backends.accelerator.pace import StreamTimes
 from lowtide.execute.backends.accelerator.records import flat, same_version
 from lowtide.execute.backends.accelerator.traffic import Traffic
-from lowtide.execute.recompute.modes import aside
+from lowtide.execute.observe.operators import Operator, aside
 from lowtide.execute.recompute.remakes import Clock, came_out_otherwise
 from lowtide.residency.machine import Residence
 
@@ -129,7 +128,7 @@ class Remaking(Traffic):
 
     # ---- calls ----
 
-    def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         stream = self._copies.before_rerun([operand for operand in operands if operand.device == self.device])
         # A call that named no index made its result on the device that was current then, which was ours.
@@ -144,7 +143,7 @@ class Remaking(Traffic):
     def clock(self) -> Clock:
         return self
 
-    def took_s(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def took_s(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         return self._guard.duration_s(operator, args, kwargs)
 
     def ran_s(self) -> float:

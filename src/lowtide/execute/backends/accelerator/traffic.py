@@ -22,7 +22,7 @@ from lowtide.execute.backends.accelerator.memory import DeviceMemory
 from lowtide.execute.backends.accelerator.records import End, Record, flat, same_version
 from lowtide.execute.backends.protocol import Packed
 from lowtide.execute.backends.records import Pack, can_count_holders, unreadable
-from lowtide.execute.recompute.modes import aside
+from lowtide.execute.observe.operators import aside
 from lowtide.residency.events import Arrived, Event, Gone, Held, ReadFailed, Sole, Written
 from lowtide.residency.machine import Residence
 
@@ -100,8 +100,7 @@ class Traffic:
             pack = next(self._numbers)
             self._packs[pack] = Pack(record, tensor.size(), tensor.stride(), int(tensor.storage_offset()), probe)
             if self._guard.log is not None:
-                serial = self._guard.log.serial_of(storage)
-                self._guard.log.add(Logged.PACK, record.number, serial, record.nbytes)
+                self._guard.log.pack(record.number, tensor)
         return Packed(pack, record.number, is_new, record.nbytes, tensor._version)
 
     def _empty_of(self, dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +179,7 @@ class Traffic:
                 break  # they end in order
             self._landed(record)
         if self._dying:
-            before_bytes = self._memory.allocated_bytes()
+            before_bytes = self._before_move()
             self._dying = [end for end in self._dying if not all(copy.query() for copy in end.copies)]
             self._moved(before_bytes)
 
@@ -234,7 +233,7 @@ class Traffic:
                 self._copies.before_free(end.storage, end.copies)
             need_bytes -= end.nbytes
             self._given_up += 1
-            before_bytes = self._memory.allocated_bytes()
+            before_bytes = self._before_move()
             del end
             self._moved(before_bytes)
         for record in list(self._leaving.values()):
@@ -252,13 +251,22 @@ class Traffic:
             self._copies.before_free(record.storage, record.copies())
         if self._guard.log is not None:
             self._guard.log.evicted(record.storage)
-        before_bytes = self._memory.allocated_bytes()
+        before_bytes = self._before_move()
         record.storage, record.state, record.arrived = None, Residence.AWAY, None
         self._moved(before_bytes)
 
-    def _moved(self, before_bytes: int) -> None:
+    def _before_move(self) -> int:
+        """Return what is live before we give memory up or take some: see `_moved`."""
         if self._guard.log is not None:
-            self._guard.log.moved(self._memory.allocated_bytes() - before_bytes)
+            self._guard.log.rise(self._memory.lap())
+        return self._memory.allocated_bytes()
+
+    def _moved(self, before_bytes: int) -> None:
+        """Leave what we gave up or took out of the log: an unmanaged step would not have."""
+        if self._guard.log is not None:
+            change_bytes = self._memory.allocated_bytes() - before_bytes
+            self._memory.moved(change_bytes)
+            self._guard.log.moved(change_bytes)
 
     def keep(self, record: int) -> bool:
         with self._lock:
@@ -291,7 +299,7 @@ class Traffic:
         copy = record.copy
         if copy is None or copy.place not in (Place.PINNED, Place.GOING):
             return False
-        before_bytes = self._memory.allocated_bytes()
+        before_bytes = self._before_move()
         try:
             storage = self._copies.copy_back(record, copy)
         except torch.OutOfMemoryError:

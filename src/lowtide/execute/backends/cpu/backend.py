@@ -17,7 +17,7 @@ from lowtide.errors import BadArgument, BudgetTooSmall, SpillCorrupted, SpillErr
 from lowtide.estimate.traffic import Moved, Traffic
 from lowtide.execute.backends.protocol import AskedByAllocator, GradientMemory, Packed, Usage
 from lowtide.execute.backends.records import bring_back_each
-from lowtide.execute.recompute.modes import aside
+from lowtide.execute.observe.operators import aside
 from lowtide.execute.recompute.remakes import Remakes, came_out_otherwise
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.native import load
