@@ -221,7 +221,7 @@ class RangeMemory:
     def sound(self, on: bool) -> None:
         """Refuse nothing from here on: what does not fit is mapped from a file, and `too_small` tells what it takes.
 
-        Only where the first tier is a directory's; elsewhere allocations are refused as they come.
+        Only where the first tier is one of files; elsewhere allocations are refused as they come.
         """
         if on and self._sounding_fd is None:
             self._sounding_fd = _unnamed_file(next(iter(self._media.values())))
@@ -403,8 +403,8 @@ def _take_over(native: Native) -> tuple[Medium, ...]:
 
 
 def _unnamed_file(medium: Medium) -> int | None:
-    """Return a file that vanishes with its descriptor, where a tier is one of directories."""
-    for directory in medium.directories:
+    """Return a file that vanishes with its descriptor, where a tier is one of files."""
+    for directory in () if medium.files is None else medium.directories:
         named: list[Path] = []
         with suppress(LowtideError, OSError):
             fd = create_unnamed(directory, named)

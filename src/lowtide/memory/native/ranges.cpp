@@ -1089,9 +1089,16 @@ int Ranges::stop_waiting(bool bring_back) {
 void Ranges::pause_for_fork() {
   remakes().remake_all();  // a child has nobody who could
   std::unique_lock<std::mutex> guard(pages().mutex);
+  // A child shares no memory with its parent: pages of a file end their way, and then stay in the parent's alone.
+  ++waiting_;
+  changed.wait(guard, [&] {
+    return std::none_of(by_age_.begin(), by_age_.end(), [](const Range* range) {
+      return range->transfer && range->transfer->data && pages().is_of_file(range->transfer->data);
+    });
+  });
+  --waiting_;
   forking_ = true;
   idle_.wait(guard, [&] { return transferring_ == 0; });
-  // A child shares no memory with its parent.
   for (Range* range : by_age_)
     if (range->place == Place::kHere && pages().is_of_file(range->start)) take_off_file(range);
   for (Range* range : by_age_)  // see Note [Slow]
