@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import lowtide
 import lowtide.emulator
+from lowtide.errors import BudgetTooSmall, NativeUnavailable
 from lowtide.execute.backends.accelerator.guard import Guard
 from lowtide.execute.backends.accelerator.memory import DeviceMemory
 from lowtide.execute.backends.oom_messages import concerns
 from lowtide.execute.observe import operators
 from tests.accelerator.devices import IS_EMULATED
+from tests.accelerator.training import gradient, start, tight_bytes
 
 MIB = 1 << 20
 
@@ -234,6 +236,44 @@ def test_a_copy_of_a_model_inside_a_step_does_not_look_at_its_bytes_one_by_one(
         copied = copy.deepcopy(model.state_dict())
     assert torch.equal(copied["weight"].cpu(), model.weight.detach().cpu())
     assert not read
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_training_is_exact_where_the_allocator_cannot_ask(
+    recompute: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA."""
+    monkeypatch.setattr(DeviceMemory, "can_ask", False)
+    monkeypatch.setattr(DeviceMemory, "ask", lambda _self, _callback: None)
+    x, expected = start(device)
+    budget = {str(device): tight_bytes(device)}
+    with lowtide.fit(budget=budget, spill=tmp_path, policy="auto", recompute=recompute) as tide:
+        assert all(torch.equal(gradient(tide, x), expected) for _ in range(5))
+        stats = tide.stats()
+    assert int(str(stats["swapped_in_bytes"])) > 0
+    assert int(str(stats["peak_bytes"])) <= budget[str(device)]
+
+
+def test_where_the_allocator_cannot_ask_a_refusal_is_told(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceMemory, "can_ask", False)
+    monkeypatch.setattr(DeviceMemory, "ask", lambda _self, _callback: None)
+    x, _ = start(device)
+    with lowtide.fit(budget={str(device): tight_bytes(device, activations=1)}, spill=tmp_path) as tide:
+        with pytest.raises(BudgetTooSmall, match="aten::"):
+            gradient(tide, x)
+
+
+def test_without_a_compiler_a_device_is_refused_with_the_reason(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_tried", lambda: "no C++ compiler found: install g++")
+    threads = threading.active_count()
+    with pytest.raises(NativeUnavailable, match="install g"):
+        lowtide.fit(budget={str(device): "64MiB"}, spill=tmp_path)
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_dispatch_mode_is_on(device: torch.device) -> None:

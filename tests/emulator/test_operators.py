@@ -203,3 +203,14 @@ def test_modules_move_there_and_back(sim: Emulator) -> None:
     assert layer.weight.device.type == "sim"
     layer.cpu()
     assert torch.equal(layer.weight.detach(), weight)
+
+
+@pytest.mark.parametrize("index", range(DEVICES))
+def test_gradients_that_vanish_are_zeros_without_memory(index: int, sim: Emulator) -> None:
+    x = A.to(f"sim:{index}").requires_grad_()
+    (slope,) = torch.autograd.grad(x.abs().sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad((slope * x).sum(), x)
+    assert torch.equal(bend.cpu(), A.sign())
+    zeros = torch._efficientzerotensor((3, 2), device=f"sim:{index}")
+    assert (zeros._is_zerotensor(), zeros.device.index) == (True, index)
+    assert torch.equal((zeros + 1).cpu(), torch.ones(3, 2))
