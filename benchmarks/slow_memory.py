@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lowtide import capture_model, registry
+from lowtide.core.machine import Machine
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Reach, Trace
 from lowtide.estimate import machine
@@ -51,6 +52,16 @@ ABLATIONS = {
     "fixed weights": {"adapts_weights": False},
     "no agent": {"learned": False},
     "no agent, fixed weights": {"learned": False, "adapts_weights": False},
+}
+
+
+# What the constants of slow memory are multiplied by, in turn.
+SWEEP = {
+    "read_bytes_per_s": (0.5, 2.0),
+    "write_bytes_per_s": (0.5, 2.0),
+    "mixed_share": (0.7, 1 / 0.7),
+    "latency_s": (0.0, 10.0),
+    "migration": (0.5, 2.0),
 }
 
 
@@ -131,6 +142,42 @@ def cost_table(results: Sequence[Result], traces: dict[str, Trace], *, fast: flo
     return "\n".join(lines)
 
 
+def varied(target: Machine) -> Iterator[tuple[str, Machine]]:
+    """Yield a machine as it is, and with each constant of its slow memory changed alone."""
+    yield "as it is", target
+    tier, link = next((tier, link) for tier, link in target.links.items() if link.access is not None)
+    access = link.access
+    assert access is not None
+    for name, factors in SWEEP.items():
+        for factor in factors:
+            if name == "migration":
+                rates = {each: factor * getattr(link, each) for each in ("write_bytes_per_s", "read_bytes_per_s")}
+                changed = replace(link, **rates)
+            else:
+                changed = replace(link, access=replace(access, **{name: factor * getattr(access, name)}))
+            yield f"{name} x {factor:.2g}", replace(target, links={**target.links, tier: changed})
+
+
+def sweep(target: Machine, policies: Sequence[str], models: Sequence[str], *, share: float) -> str:
+    """Return slowdowns by constant, as markdown."""
+    columns = [(model, policy) for model in models for policy in policies]
+    lines = ["| | " + " | ".join(f"{model}, {policy}" for model, policy in columns) + " |"]
+    lines.append("|---|" + "---:|" * len(columns))
+    traces = {
+        model: capture_model(model, fake=True, machine=target, reach=Reach.TOUCHED, **MODELS[model]) for model in models
+    }
+    for name, machine_then in varied(target):
+        cells = []
+        for model, policy in columns:
+            trace = traces[model]
+            budget_bytes = int(share * trace.peak_bytes)
+            problem = Problem(trace=trace, machine=machine_then, budget_bytes=budget_bytes, can_place=True)
+            found = measured(policy, registry.policy(policy), model, share, problem)
+            cells.append("-" if found.slowdown is None else f"{found.slowdown:.3f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", default="optane")
@@ -139,8 +186,14 @@ def main() -> None:
     parser.add_argument("--ablations", action="store_true", help="DeepTM with each mechanism switched off in turn")
     parser.add_argument("--json", type=Path, help="append the results here, one a line")
     parser.add_argument("--prices", default="4.0,2.0,100", help="fast and slow memory a GiB, and all else")
+    parser.add_argument(
+        "--sweep", type=float, metavar="SHARE", help="vary the device's constants at this share instead"
+    )
     arguments = parser.parse_args()
     target = machine(arguments.machine)
+    if arguments.sweep:
+        print(sweep(target, arguments.policies.split(","), arguments.models.split(","), share=arguments.sweep))
+        return
     contenders: dict[str, Policy] = {name: registry.policy(name) for name in arguments.policies.split(",") if name}
     if arguments.ablations:
         contenders = {"deeptm": DeepTm(), **{name: DeepTm(**off) for name, off in ABLATIONS.items()}}

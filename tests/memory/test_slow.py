@@ -251,6 +251,21 @@ def test_a_plan_has_a_block_made_in_slow_memory(slow: Engine) -> None:
     assert torch.equal(y, x)
 
 
+def test_what_another_plan_left_there_comes_back_once_there_is_room(slow: Engine) -> None:
+    x, small = filled(4 * MIB, seed=3), torch.zeros(4)
+    place(slow, x)
+    step = Step(slow, ["aten::fill_", "aten::neg_"])
+    step.known(x, 1)
+    plan = step.compile()
+    slow.native.step_begin(plan)
+    small.fill_(1)
+    slow.native.settle()
+    assert slow.place(x) is Place.HERE
+    small.neg_()
+    assert slow.native.step_end().plan == plan
+    assert torch.equal(x, pattern(4 * MIB, 3))
+
+
 # ---- what it costs ----
 
 # Far slower than what operators take here, however loaded the machine is.
