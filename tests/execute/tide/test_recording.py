@@ -197,3 +197,21 @@ def test_a_step_without_a_model_or_an_optimizer_is_recorded_too() -> None:
 def test_a_step_that_saves_nothing_cannot_be_captured_and_says_so() -> None:
     with pytest.raises(BadArgument, match="no step was recorded"):
         capture_step(lambda: torch.ones(10).sum())
+
+
+@torch.jit.script
+def scripted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    c = a * 2
+    return (a + c) + c.mul_(b)  # the sum waits on the interpreter's stack while c is written
+
+
+def test_operators_of_torchscript_touch_their_own_operands(tmp_path: Path) -> None:
+    with lowtide.fit(budget=256 << 20, spill=tmp_path) as tide:
+        for _ in range(4):  # the interpreter optimizes what it has seen
+            a, b = torch.ones(1 << 18), torch.full((1 << 18,), 3.0)
+            with tide.step():
+                scripted(a, b)
+        trace = tide.trace()
+        wrote = {op.name: op.writes for op in trace.ops}
+        assert len(wrote["aten::mul_"]) == 1
+        assert wrote["aten::mul_"] == wrote["aten::mul"]

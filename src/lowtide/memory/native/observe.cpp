@@ -100,6 +100,7 @@ struct Facts {
   bool computes = false;  // neither a view nor composed of others: an operator of a trace
   bool touches = false;   // and it reads or writes the bytes of what it is given
   bool goes_on = false;   // after it has returned, too: a collective, which the kernel reads and writes for
+  size_t results = 0;
   std::vector<bool> writes;   // by argument
   std::vector<bool> changes;  // by argument: those, and what may be written though nothing says so
   Repeats repeats;
@@ -129,6 +130,7 @@ Facts facts_from_schema(const at::RecordFunction& fn) {
   });
   if (view) return facts;
   facts.computes = true;
+  facts.results = returns.size();
   // These look at shapes only.
   facts.touches = !ends_with(facts.name, "_like") && facts.name.find("::new_") == std::string::npos;
   facts.goes_on = facts.name.compare(0, 6, "c10d::") == 0;
@@ -252,6 +254,13 @@ void charge(Use& use, const at::RecordFunction& fn) {
 // When the step's first operator began that autograd follows; 0: none has.
 std::atomic<int64_t> grad_began_ns{0};
 
+// A boxed caller, TorchScript's interpreter for one, shows its whole stack: the operator's own are the last of it.
+c10::ArrayRef<const c10::IValue> arguments_of(const at::RecordFunction& fn, const Facts& facts) {
+  auto stack = fn.inputs();
+  size_t count = facts.writes.size();
+  return facts.computes && stack.size() > count ? stack.slice(stack.size() - count) : stack;
+}
+
 bool is_followed(const at::RecordFunction& fn) {
   if (!c10::GradMode::is_enabled()) return false;
   for (const auto& value : fn.inputs())
@@ -303,7 +312,7 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
     if (of_step) schedule().on_call(use.call);
     return;
   }
-  auto inputs = fn.inputs();
+  auto inputs = arguments_of(fn, facts);
   for (bool refused = false;;) {
     single.clear();
     listed.clear();
@@ -423,7 +432,7 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
     }
   }
   if (log && with_operands && function && (!touch || facts.touches || !facts.computes))
-    for (const auto& value : fn.inputs()) log_value(Event::kRead, value);
+    for (const auto& value : arguments_of(fn, facts)) log_value(Event::kRead, value);
   return use;
 }
 
@@ -450,8 +459,12 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
       break;
     }
   if (logging.load(std::memory_order_relaxed)) {
-    if (with_operands && fn.scope() == at::RecordScope::FUNCTION)
-      for (const auto& value : fn.outputs()) log_value(Event::kWrite, value);
+    if (with_operands && fn.scope() == at::RecordScope::FUNCTION) {
+      const Facts& facts = facts_of(fn);
+      const auto& stack = fn.outputs();
+      size_t first = facts.computes && stack.size() > facts.results ? stack.size() - facts.results : 0;
+      for (size_t i = first; i < stack.size(); ++i) log_value(Event::kWrite, stack[i]);
+    }
     int64_t id;
     {
       std::lock_guard<std::mutex> guard(log_mutex);
