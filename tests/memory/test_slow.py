@@ -107,6 +107,19 @@ def test_a_small_block_finds_room_where_operators_use_all_of_fast_memory(slow: E
     assert bool((rows == 1).all())
 
 
+def test_what_is_on_a_disk_finds_room_where_operators_use_all_of_fast_memory(slow: Engine) -> None:
+    parts = [filled(7 * MIB, seed=seed) for seed in range(3)]
+    for part in parts:
+        if slow.place(part) is Place.HERE:
+            assert slow.start_leaving(part, tier=1)
+    slow.native.settle()
+    whole = torch.cat(parts)
+    assert slow.peak <= 16 * MIB
+    assert slow.counted.beyond == 0
+    for seed, part in enumerate(whole.split(7 * MIB)):
+        assert torch.equal(part, pattern(7 * MIB, seed))
+
+
 def test_who_touches_what_migrates_waits_for_it(slow: Engine) -> None:
     for seed in range(20):
         x = filled(4 * MIB, seed=seed)

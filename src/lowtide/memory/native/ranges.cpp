@@ -464,6 +464,8 @@ bool Ranges::bring_waiting(
       }
       // What is in slow memory can be touched there.
       if (!room && counted.leaving == 0 && tiers[range->slot.tier].addressable && settle_slow(range, nullptr)) continue;
+      // What is on a disk needs fast memory: something else that is in use goes on in slow memory.
+      if (!room && counted.leaving == 0 && displace(range->bytes)) room = pages().take(range->bytes);
       // See Note [Who may wait].
       if (!room && counted.leaving == 0 && counted.arriving == 0) {
         note_refusal(range->bytes);
