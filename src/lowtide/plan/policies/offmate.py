@@ -1,7 +1,7 @@
 """OffMate: recomputation and offloading in one integer programme, transfers beside compute, on our trace.
 
-From abstracts alone (the line of Rockmate; Gusak et al., ICML 2024): what both directions of the link take longer than
-the compute they run beside is what offloading costs.
+Only one sentence about it is known here: an integer programme over recomputation and offloading. The programme is ours:
+what both directions of the link take longer than the compute they run beside is what offloading costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OffMate:
         kinds=ACTIVATIONS,
         family=Family.JOINT,
         runs=(Runs.REAL, Runs.SIMULATED),
-        paper="Rockmate's line, abstracts only",
+        paper="OffMate, of Rockmate's line: known from one sentence",
         reconstructed=(
             "ours, on our trace: the programme is Checkmate's with a link whose time counts beyond the compute of each "
             f"pass; beyond {MOST_BLOCKS} values several are one; optimizer state stays"
