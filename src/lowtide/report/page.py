@@ -170,7 +170,7 @@ def _step(problem: Problem, settled: Settled, *, most: int) -> dict[str, Any]:
 
 
 def _tier(tier: str, timeline: Timeline, *, most: int) -> dict[str, Any]:
-    held = thin_memory(timeline.tiers[tier], step_s=timeline.step_s, most=most)
+    held = thin_memory(timeline.tiers[tier], step_s=timeline.step_s, most=most // 4)  # a line behind the step's own
     return {"tier": tier, "at": [_ns(at_s) for at_s, _ in held], "held": [nbytes for _, nbytes in held]}
 
 
