@@ -19,6 +19,7 @@ quick() {
     lane=0
     quick tests/emulator || lane=1
     quick tests/accelerator tests/benchmarks || lane=1
+    quick tests/cli tests/codecs tests/tiers tests/zoo || lane=1
     quick tests/capture/test_fake.py || lane=1  # compares static bytes: nothing of other tests may be alive
     quick tests/plan tests/residency tests/simulate tests/core tests/estimate tests/report || lane=1
     exit $lane
@@ -29,6 +30,7 @@ trap 'pkill -P "$beside"; kill "$beside"; exit 130' INT TERM  # a lane in the ba
 status=0
 quick tests --ignore=tests/emulator --ignore=tests/accelerator --ignore=tests/plan --ignore=tests/residency \
     --ignore=tests/simulate --ignore=tests/core --ignore=tests/estimate --ignore=tests/report --ignore=tests/benchmarks \
+    --ignore=tests/cli --ignore=tests/codecs --ignore=tests/tiers --ignore=tests/zoo \
     --ignore=tests/capture/test_fake.py || status=1
 wait "$beside" || status=1
 cat "$log"

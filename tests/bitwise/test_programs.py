@@ -16,7 +16,7 @@ from tests.bitwise.programs import program
 from tests.bitwise.record import Record, assert_identical
 from tests.bitwise.workload import Workload, build, run
 
-QUICK_SEEDS, ALL_SEEDS = 8, 300
+QUICK_SEEDS, ALL_SEEDS = 4, 300
 POLICIES = ("auto", "auto", "auto", "lru", "belady", "capuchin", "vdnn", "superneurons")
 GRAIN_BYTES = 64 << 10  # what refusals are told in
 
