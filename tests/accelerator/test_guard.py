@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class Ballast:
 @contextmanager
 def crowded(device: torch.device, *, blocks: int, asks: bool = True, spare_bytes: int = 0) -> Iterator[Ballast]:
     """Leave `spare_bytes` on the device beside some ballast, and watch."""
+    gc.collect()  # what other tests left in cycles must not come free inside
     memory = DeviceMemory(device)
     ballast = Ballast(memory, blocks=blocks)
     memory.limit(memory.allocated_bytes() + spare_bytes)
