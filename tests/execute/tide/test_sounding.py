@@ -182,3 +182,17 @@ def test_a_rehearsal_leaves_the_optimizer_alone_and_counts_what_stays() -> None:
     assert not optimizer.state
     optimizer.step()
     assert rehearse(optimizer, least_bytes=64 << 10) == 0  # there is nothing to come
+
+
+@torch.library.custom_op("lowtide_sounding::large_then_small", mutates_args=())
+def large_then_small(x: torch.Tensor) -> torch.Tensor:
+    large = x.new_ones(32 * MIB // 4)
+    return x.new_ones(8 * MIB // 4) * large[0]
+
+
+def test_what_fits_counts_where_more_of_the_same_operator_did_not(tmp_path: Path) -> None:
+    with lowtide.fit(network(), budget=24 * MIB, spill=tmp_path) as tide:
+        with pytest.raises(BudgetTooSmall) as refused, tide.step():
+            weight = torch.ones(16, requires_grad=True)
+            large_then_small(weight.sum().detach())
+    assert 40 * MIB <= refused.value.needed_bytes < 56 * MIB  # the large one does not fit, the small ones do
