@@ -88,14 +88,14 @@ def test_what_lowtide_says_while_it_starts_is_shown_at_once_and_the_rest_is_not(
 ) -> None:
     program = """
 import sys
-print("lowtide: building the native part, once (about 15 s)", file=sys.stderr, flush=True)
+print("lowtide: building the native part, once (about 20 s)", file=sys.stderr, flush=True)
 print("some library's warning", file=sys.stderr, flush=True)
 print('{"usable": true}')
 """
     monkeypatch.setattr(demo, "_IDLE", program)
     lines: list[str] = []
     assert demo._idle(on_line=lines.append) == {"usable": True}
-    assert lines == ["lowtide: building the native part, once (about 15 s)"]
+    assert lines == ["lowtide: building the native part, once (about 20 s)"]
     monkeypatch.setattr(demo, "_IDLE", "raise OSError('libtorch.so is missing')")
     with pytest.raises(BadArgument, match=r"does not run here \(OSError: libtorch.so is missing\)"):
         demo._idle(on_line=lines.append)

@@ -19,7 +19,7 @@ building = import_module("lowtide.memory.native.build")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native part is for Linux")
 
-SAID = "lowtide: building the native part, once (about 15 s)\n"
+SAID = "lowtide: building the native part, once (about 20 s)\n"
 MAKES_IT = 'while [ "$1" != -o ]; do shift; done; : > "$2"'
 
 Compiler = Callable[[str], None]

@@ -36,7 +36,7 @@ class Library:
 NATIVE = Library(
     name="liblowtide.so",
     title="the native part",
-    build_s=15,
+    build_s=20,
     directory=Path(__file__).parent,
     sources=(
         "budget.cpp",
