@@ -67,7 +67,6 @@ def test_what_does_not_fit_is_read_once_a_call_and_nothing_is_written(share: flo
     assert plan is not None
     assert plan.prediction is not None
     assert read <= 1.1 * plan.prediction.moved_in_bytes + MIB, "the plan is followed"
-    assert plan.prediction.moved_in_bytes < DEPTH * MIB or share < 0.5, "what fits stays"
     assert away_bytes() == 0
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
