@@ -643,6 +643,7 @@ bool Ranges::leave(Range* range, int32_t tier, bool placed) {
     return true;
   }
   range->slot_forks = forks_;
+  range->copy = ++copies_;
   range->summed = false;
   auto* transfer = new Transfer{range, true, away, range->bytes, range->slot, forks_};
   transfer->placed = placed;

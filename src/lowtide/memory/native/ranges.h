@@ -341,6 +341,7 @@ class Ranges {
   std::vector<Child> children_;
   std::vector<Buried> buried_;
   int64_t forks_ = 0;
+  int64_t copies_ = 0;  // that were written to tiers
   int fork_pipe_[2] = {-1, -1};
 
   Trouble trouble_, failed_write_;

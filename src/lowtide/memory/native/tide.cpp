@@ -228,6 +228,36 @@ void lt_take_back(int64_t serial) {
   ranges().unpin(range);
 }
 
+// Bring the bytes behind a tensor back for whoever only reads them, and keep them until lt_unpin: they stay clean.
+// Returns the range's serial, 0: it is none, or -1: its bytes cannot be read.
+int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  if (!range) return 0;
+  int64_t serial = range->serial;
+  ranges().pin(range);
+  if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
+  if (ranges().bring_waiting(range, guard, true)) {
+    ranges().touch(range, false);
+    return serial;
+  }
+  if (range->serial == serial) ranges().unpin(range);
+  return -1;
+}
+
+void lt_unpin(int64_t serial) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  if (Range* range = ranges().of_serial(serial)) ranges().unpin(range);
+}
+
+// A number that a tensor's bytes have as long as they are unchanged; 0: whether they change is not known now.
+int64_t lt_version(c10::TensorImpl* tensor) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  bool known = range && ranges().is_clean(range) && !ranges().tiers[range->slot.tier].addressable && range->lent == 0;
+  return known ? range->copy : 0;
+}
+
 // Wait until no transfer is under way.
 void lt_settle() {
   WithoutGil released;
