@@ -31,6 +31,7 @@ from lowtide.errors import (
 )
 
 if TYPE_CHECKING:
+    from lowtide.checkpoint.in_place import load
     from lowtide.checkpoint.stock import load_checkpoint, save_checkpoint
     from lowtide.execute.tide.creation import init
     from lowtide.execute.tide.fit import fit
@@ -56,6 +57,7 @@ __all__ = [
     "capture_step",
     "fit",
     "init",
+    "load",
     "load_checkpoint",
     "save_checkpoint",
     "serve",
@@ -69,6 +71,7 @@ _WITH_TORCH = {
     "capture_step": "lowtide.execute.tide.recording",
     "fit": "lowtide.execute.tide.fit",
     "init": "lowtide.execute.tide.creation",
+    "load": "lowtide.checkpoint.in_place",
     "load_checkpoint": "lowtide.checkpoint.stock",
     "save_checkpoint": "lowtide.checkpoint.stock",
     "serve": "lowtide.execute.tide.serving",

@@ -136,8 +136,12 @@ class Life:
         return done
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_state(times: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("times", "seed"), [(3, 0), *(pytest.param(10, seed, marks=pytest.mark.slow) for seed in range(1, 11))]
+)
+def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_state(
+    times: int, seed: int, tmp_path: Path
+) -> None:
     steps = 5
     stock = Run(depth=2)
     digests = {}
@@ -147,7 +151,7 @@ def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_state(t
     began = time.perf_counter()
     assert Life(tmp_path / "whole", tmp_path, steps).end(after_s=60)
     whole_s = time.perf_counter() - began
-    moments = random.Random(times)
+    moments = random.Random(seed)
     killed, reached, saved = 0, set(), tmp_path / "saved"
     while killed < times or steps not in reached:
         done = Life(saved, tmp_path, steps).end(after_s=moments.random() * whole_s)

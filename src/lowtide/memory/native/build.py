@@ -62,6 +62,7 @@ NATIVE = Library(
         "remakes.h",
         "schedule.h",
         "slow.h",
+        "source.h",
         "tier.h",
     ),
 )

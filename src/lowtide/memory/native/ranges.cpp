@@ -571,6 +571,7 @@ void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
 }
 
 void Ranges::give_extent(const Slot& slot, int64_t bytes) {
+  if (tiers[slot.tier].source) return;
   tiers[slot.tier].extents.give(slot.offset, bytes);
   if (!crowded_) return;
   crowded_ = false;
@@ -670,6 +671,28 @@ bool Ranges::discard(Range* range) {
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kLeft, range->serial, range->bytes, 0);
   pages().keep_merged(away, range->bytes);
   progress();
+  return true;
+}
+
+int32_t Ranges::add_source(std::shared_ptr<const Source> source) {
+  Tier tier;
+  tier.source = std::move(source);
+  tier.extents = Extents(0);
+  tiers.push_back(std::move(tier));
+  return static_cast<int32_t>(tiers.size()) - 1;
+}
+
+bool Ranges::refer(Range* range, Slot slot) {
+  if (range->foreign || range->liens > 0 || range->pins > 0 || range->lost || is_discarded(range)) return false;
+  if (range->place == Place::kLeaving && !call_back(range)) return false;
+  if (range->place == Place::kHere && !discard(range)) return false;
+  if (range->place != Place::kAway) return false;
+  give_slot(range->slot, range->bytes, range->slot_forks);
+  range->slot = slot;
+  range->slot_forks = forks_;
+  range->copy = ++copies_;
+  range->dirty = range->summed = false;
+  note_write(range);
   return true;
 }
 
@@ -1004,7 +1027,8 @@ void Ranges::finish_read(Transfer* transfer) {
     pages().keep_merged(transfer->data, transfer->bytes);
     return;
   }
-  if (range->tracked && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
+  // What is in a checkpoint is not written a second time, whatever a plan expects of it.
+  if ((range->tracked || tiers[range->slot.tier].source) && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
     range->writable = false;
     range->dirty = false;
   } else {
