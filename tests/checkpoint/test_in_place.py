@@ -207,6 +207,7 @@ def train(model: nn.Module, step: Callable[[], Any]) -> list[str]:
     return digests(model)
 
 
+@pytest.mark.slow
 def test_training_begins_from_a_checkpoint_in_place(tmp_path: Path) -> None:
     expected = train(saved(tmp_path / "checkpoint"), nullcontext)
     with lowtide.init(budget=8 * MIB, spill=tmp_path):

@@ -137,12 +137,12 @@ class Life:
 
 
 @pytest.mark.parametrize(
-    ("times", "seed"), [(3, 0), *(pytest.param(10, seed, marks=pytest.mark.slow) for seed in range(1, 11))]
+    ("times", "steps", "seed"),
+    [(3, 2, 0), *(pytest.param(10, 5, seed, marks=pytest.mark.slow) for seed in range(1, 11))],
 )
 def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_state(
-    times: int, seed: int, tmp_path: Path
+    times: int, steps: int, seed: int, tmp_path: Path
 ) -> None:
-    steps = 5
     stock = Run(depth=2)
     digests = {}
     for done in range(1, steps + 1):
