@@ -150,7 +150,7 @@ def drop_pages(checkpoint: Path) -> None:
         os.close(descriptor)
 
 
-def direct_rate(checkpoint: Path, threads: int = 2) -> float:
+def direct_rate(checkpoint: Path, threads: int = 3) -> float:
     """Return the bytes per second at which so many threads read the whole checkpoint past the page cache."""
     chunks = [
         (file, offset)

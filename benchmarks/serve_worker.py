@@ -61,21 +61,12 @@ def _served(job: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
             with lowtide.serve(model, budget=job["budget_bytes"], spill=job["spill"]) as tide:
                 yield model, tide
         case "accelerate":
-            from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-
-            with init_empty_weights(include_buffers=False):
-                model = LlamaForCausalLM(_config(job)).to(dtype)
-            offload = Path(job["spill"]) / "offload"
+            # Its hooks read each weight from the checkpoint's own files when its layer runs.
             places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
             places |= {f"model.layers.{index}": "disk" for index in range(job["layers"])}
+            offload = str(Path(job["spill"]) / "offload")
             yield (
-                load_checkpoint_and_dispatch(
-                    model,
-                    folder,
-                    device_map=places,
-                    offload_folder=str(offload),
-                    dtype=dtype,
-                ),
+                LlamaForCausalLM.from_pretrained(folder, dtype=dtype, device_map=places, offload_folder=offload),
                 None,
             )
         case "mmap":  # its tensors are views of the files as they are mapped

@@ -109,7 +109,7 @@ def load(model: M | Callable[[], M], path: str | os.PathLike[str]) -> M:
     is never written to the spill: it is read from the file again. float16 and bfloat16 become float32 on the way where
     the model has that; other conversions are made at once. Elsewhere the weights are read.
     """
-    files = _files_of(Path(path))
+    files = files_of(Path(path))
     memory = ranges.current()
     opened: dict[Path, InPlaceFile] = {}
     try:
@@ -194,7 +194,7 @@ def without_values() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _files_of(path: Path) -> dict[str, tuple[Path, str]]:
+def files_of(path: Path) -> dict[str, tuple[Path, str]]:
     """Return the tensors of a checkpoint by the names that a model has for them: the file, and the name there."""
     if path.is_file():
         return _whole(path)
