@@ -75,9 +75,11 @@ MAY_IMPORT = {
     "simulate": {"core", "estimate", "plan", "residency"},
     "report": {"core", "estimate", "memory", "plan", "registry", "simulate"},
     "zoo": {"capture", "core"},
+    "checkpoint": {"core", "memory"},
     "execute": {
         "autograd",
         "capture",
+        "checkpoint",
         "core",
         "estimate",
         "memory",

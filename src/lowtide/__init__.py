@@ -18,9 +18,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, SpillCorrupted, SpillError, SpillFull
+from lowtide.errors import (
+    BadArgument,
+    BudgetTooSmall,
+    CheckpointCorrupted,
+    CheckpointError,
+    CheckpointMismatch,
+    LowtideError,
+    SpillCorrupted,
+    SpillError,
+    SpillFull,
+)
 
 if TYPE_CHECKING:
+    from lowtide.checkpoint.in_place import load
+    from lowtide.checkpoint.stock import load_checkpoint, save_checkpoint
     from lowtide.execute.tide.creation import init
     from lowtide.execute.tide.fit import fit
     from lowtide.execute.tide.recording import capture_model, capture_script, capture_step
@@ -32,6 +44,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BadArgument",
     "BudgetTooSmall",
+    "CheckpointCorrupted",
+    "CheckpointError",
+    "CheckpointMismatch",
     "LowtideError",
     "SpillCorrupted",
     "SpillError",
@@ -42,6 +57,9 @@ __all__ = [
     "capture_step",
     "fit",
     "init",
+    "load",
+    "load_checkpoint",
+    "save_checkpoint",
     "serve",
 ]
 
@@ -53,6 +71,9 @@ _WITH_TORCH = {
     "capture_step": "lowtide.execute.tide.recording",
     "fit": "lowtide.execute.tide.fit",
     "init": "lowtide.execute.tide.creation",
+    "load": "lowtide.checkpoint.in_place",
+    "load_checkpoint": "lowtide.checkpoint.stock",
+    "save_checkpoint": "lowtide.checkpoint.stock",
     "serve": "lowtide.execute.tide.serving",
 }
 

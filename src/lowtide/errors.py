@@ -100,6 +100,18 @@ class SpillCorrupted(SpillError):
     """Bytes came back from a tier with another checksum than they left with."""
 
 
+class CheckpointError(LowtideError, OSError):
+    """A checkpoint could not be written or read; what was saved before is as it was."""
+
+
+class CheckpointCorrupted(CheckpointError):
+    """A checkpoint's file is cut off or changed: nothing was loaded from it."""
+
+
+class CheckpointMismatch(LowtideError, ValueError):
+    """A checkpoint is of another model, optimizer or program than the one that asks for it: nothing was loaded."""
+
+
 class TraceError(LowtideError, ValueError):
     """A trace, machine or plan file is damaged or of a version this Lowtide does not read."""
 

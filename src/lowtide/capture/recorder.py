@@ -84,6 +84,10 @@ class Recorder:
         known = {id(model) for model in self.models()}
         self._found += [weakref.ref(model) for model in models if id(model) not in known]
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that are known."""
+        return list(self._optimizers)
+
     def models(self) -> list[torch.nn.Module]:
         """Return the models that are known and alive."""
         return [*self._models, *(model for found in self._found if (model := found()) is not None)]

@@ -30,6 +30,9 @@ _WORTH_TELLING = 0.9
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @model_options
+@click.option("--inference", is_flag=True, help="Estimate generation word by word instead of training.")
+@click.option("--tokens", type=int, default=1024, show_default=True, metavar="N", help="With --inference: of a text.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="A folder of safetensors files.")
 @click.option("--machine", required=True, metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @click.option("--budget", metavar="B", help="Tensor memory, such as 8GiB or 60%; the machine's memory if not given.")
 @click.option("--fast", metavar="F", help="Fast memory as a share of the peak, such as 40%, above slow memory.")
@@ -44,6 +47,9 @@ def command(
     batch: int | None,
     dtype: str,
     sizes: tuple[str, ...],
+    inference: bool,
+    tokens: int,
+    checkpoint: Path | None,
     machine: str,
     budget: str | None,
     fast: str | None,
@@ -64,23 +70,30 @@ def command(
       lowtide estimate --model resnet50 --batch 256 --machine v100
       lowtide estimate --model llama-7b --machine a100 --dtype bfloat16
       lowtide estimate --hf-config config.json --machine rtx3090 --budget 12GiB
+      lowtide estimate --checkpoint llama-folder --inference --machine here --budget 4GiB
       lowtide estimate step.trace --machine a100 --json
       lowtide estimate --model resnet50 --batch 64 --machine optane --fast 40%
     """
+    if checkpoint is not None:
+        _check_alone(model, hf_config, trace_path)
+        hf_config = None if inference else checkpoint / "config.json"
+    if inference:
+        _inference(
+            None if checkpoint else check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes),
+            checkpoint,
+            machine=find_machine(machine),
+            budget=budget,
+            batch=batch or 1,
+            tokens=tokens,
+            as_json=as_json,
+        )
+        return 0
     if (trace_path is None) != (model is not None or hf_config is not None):
         raise BadArgument("estimate needs a trace or --model NAME (or --hf-config FILE), and not both")
     wanted = check_model(model, hf_config=hf_config, batch=batch, dtype=dtype, sizes=sizes)
     target = find_machine(machine)
     check_budget(budget)
-    if fast is not None:
-        _share(fast)
-        if budget is not None:
-            raise BadArgument("--fast and --budget both say how much fast memory there is: pass one of them")
-        if not target.addressable:
-            raise BadArgument(
-                f"machine {target.name!r} has no slow memory that operators read in place, so --fast means nothing "
-                "there: pass --budget, or a machine such as optane or cxl"
-            )
+    _check_fast(fast, budget, target)
     if fast is None and budget is None and target.capacity_bytes is None:
         raise BadArgument(f"machine {target.name!r} does not say how much memory it has: pass --budget")
     policy = check_policy(policy)
@@ -109,6 +122,57 @@ def command(
     if not answer["fits"]:
         check_floor(trace, budgets_bytes=[budget_bytes])
     return 0
+
+
+def _check_alone(*others: object) -> None:
+    if any(other is not None for other in others):
+        raise BadArgument("--checkpoint names a model by itself: leave --model, --hf-config and the trace out")
+
+
+def _check_fast(fast: str | None, budget: str | None, target: Machine) -> None:
+    if fast is None:
+        return
+    _share(fast)
+    if budget is not None:
+        raise BadArgument("--fast and --budget both say how much fast memory there is: pass one of them")
+    if not target.addressable:
+        raise BadArgument(
+            f"machine {target.name!r} has no slow memory that operators read in place, so --fast means nothing "
+            "there: pass --budget, or a machine such as optane or cxl"
+        )
+
+
+def _inference(
+    wanted: Wanted | None,
+    checkpoint: Path | None,
+    *,
+    machine: Machine,
+    budget: str | None,
+    batch: int,
+    tokens: int,
+    as_json: bool,
+) -> None:
+    from lowtide.cli.inference import answer_inference, of_checkpoint, of_model
+    from lowtide.core.units import parse_bytes
+
+    if tokens < 1:
+        raise BadArgument(f"--tokens {tokens} is no text: pass 1 or more")
+    check_budget(budget)
+    if checkpoint is not None:
+        found, name = of_checkpoint(checkpoint, batch=batch, tokens=tokens), checkpoint.resolve().name
+    elif wanted is not None:
+        found, name = of_model(wanted, tokens=tokens), wanted.name
+    else:
+        raise BadArgument("--inference needs --model NAME, --hf-config FILE or --checkpoint DIR")
+    if budget is None:
+        if machine.capacity_bytes is None:
+            raise BadArgument(f"machine {machine.name!r} does not say how much memory it has: pass --budget")
+        budget_bytes = machine.capacity_bytes
+    elif budget.strip().endswith("%"):
+        budget_bytes = int(_share(budget) * found.peak_bytes)
+    else:
+        budget_bytes = parse_bytes(budget)
+    answer_inference(found, model=name, machine=machine, budget_bytes=budget_bytes, as_json=as_json)
 
 
 def _share(text: str) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,26 @@ import torch
 from lowtide.memory.native.bindings import Native
 
 _Way = tuple[type, str]
+_native: Native | None = None  # of the memory that lends now
+
+
+@contextmanager
+def lent_to_read(tensor: torch.Tensor) -> Iterator[None]:
+    """Have a tensor's pages here, for readers only: they stay as clean as they are."""
+    native = _native
+    serial = 0 if native is None else native.lend_to_read(tensor._cdata)
+    if serial < 0:
+        raise torch.OutOfMemoryError("lowtide: a tensor cannot be read back to memory")
+    try:
+        yield
+    finally:
+        if native is not None and serial:
+            native.unpin(serial)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that stays as long as a tensor's bytes do (0: it is not known whether they changed)."""
+    return 0 if _native is None else _native.version(tensor._cdata)
 
 
 class Lent:
@@ -32,6 +53,8 @@ class Lent:
 
     def on(self) -> None:
         """Start to pin what is lent."""
+        global _native
+        _native = self._native
         self._replace(torch.Tensor, "numpy", self._array)
         self._replace(torch.Tensor, "__dlpack__", self._for_good)
         for owner in (torch.Tensor, torch.UntypedStorage):
@@ -42,6 +65,8 @@ class Lent:
 
     def off(self) -> None:
         """Put everything back; what is lent is its borrower's from here on."""
+        global _native
+        _native = None
         for (owner, name), (original, own) in self._originals.items():
             if own:
                 setattr(owner, name, original)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -19,7 +23,16 @@ from lowtide.core.log import Log
 from lowtide.core.order import Order
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, RecomputeError, SpillCorrupted, SpillError
+from lowtide.errors import (
+    BadArgument,
+    BudgetTooSmall,
+    CheckpointCorrupted,
+    CheckpointError,
+    LowtideError,
+    RecomputeError,
+    SpillCorrupted,
+    SpillError,
+)
 from lowtide.memory.budget import auto_bytes, memory_limits
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
@@ -30,13 +43,15 @@ from lowtide.memory.native.bindings import (
     LOST,
     NOT_REMADE,
     SHORT_READ,
+    SOURCE_CHANGED,
+    SOURCE_CUT,
     Place,
     RangeCounters,
     SlowRates,
     Trouble,
 )
 from lowtide.tiers.file import create_unnamed
-from lowtide.tiers.medium import Medium
+from lowtide.tiers.medium import ALIGN_BYTES, Medium
 
 # What a budget that is too small is told in multiples of.
 _GRAIN_BYTES = 64 << 10
@@ -57,6 +72,55 @@ class RangeUsage:
     peak_reserved_bytes: int
     stall_s: float
     counted: RangeCounters
+
+
+class Closable(Protocol):
+    """What is closed when no range can be there any more."""
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+class Widening(IntEnum):
+    """From which narrower type a tensor in a file becomes float32; the same numbers as in source.h."""
+
+    NONE = 0
+    BFLOAT16 = 1
+    HALF = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFile:
+    """A tensor in a file: where its bytes begin, and how many they are in memory."""
+
+    begin: int
+    nbytes: int
+    widening: Widening = Widening.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file that ranges are read from in place: its number as a tier, and the offset of each place there."""
+
+    tier: int
+    offsets: tuple[int, ...]
+
+
+class SourceFile:
+    """The file of a source while ranges may be there; `direct`: it is read past the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self.direct = True
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:  # some file systems know no direct reads
+            self.direct = False
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
 
 
 class RangeMemory:
@@ -88,6 +152,7 @@ class RangeMemory:
         self._write_failure = ""
         self._wanted_back = False
         self._sounding_fd: int | None = None
+        self._sources: list[SourceFile] = []
         self._inherited = _take_over(self.native)
         self._slow = dict(slow or {})
         for name, medium in self._media.items():
@@ -113,8 +178,10 @@ class RangeMemory:
 
     def open(self, budget_bytes: int) -> None:
         """Enforce a budget, over the tensors that exist already too: what does not fit leaves at once."""
+        global _current
         native = self.native
         native.install()
+        _current = weakref.ref(self)
         self._foreign.find(take_over=lambda tensor: native.adopt(tensor._cdata))
         self.forget_freed()
         native.reset_peaks()
@@ -181,6 +248,27 @@ class RangeMemory:
             "in_place_ops": counted.in_place,
             "slow_s": counted.charged_ns / 1e9,
         }
+
+    # ---- sources ----
+
+    def read_in_place(self, path: Path, places: Sequence[InFile]) -> Source:
+        """Return a file whose tensors can be `refer`red to: they stay there until they are touched."""
+        file = SourceFile(path)
+        self._sources.append(file)
+        offsets = [0, *accumulate(-(-place.nbytes // ALIGN_BYTES) * ALIGN_BYTES for place in places)]
+        rows = [
+            (offset, place.begin, place.nbytes, int(place.widening))
+            for offset, place in zip(offsets, places, strict=False)
+        ]
+        tier = self.native.source_add(file.fd, direct=file.direct, places=rows)
+        _source_paths[tier] = path
+        return Source(tier=tier, offsets=tuple(offsets[:-1]))
+
+    def refer(self, tensor: torch.Tensor, source: Source, number: int) -> bool:
+        """Have a tensor's bytes be those of a source's `number`-th place; False: its pages cannot leave now."""
+        if tensor.untyped_storage().nbytes() < self.least_bytes:
+            return False
+        return self.native.refer(tensor._cdata, source.tier, source.offsets[number]) == 0
 
     # ---- observation ----
 
@@ -279,6 +367,8 @@ class RangeMemory:
             return self.too_small()
         what = f"{format_bytes(trouble.nbytes)} of a tensor"
         place = self._place_of(trouble)
+        if trouble.tier in _source_paths:
+            return _source_error(trouble, what, _source_paths[trouble.tier])
         match trouble.code:
             case code if code == CORRUPTED:
                 return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
@@ -343,6 +433,8 @@ class RangeMemory:
         _lingering = self
 
     def _stop(self) -> None:
+        global _current
+        _current = None
         native = self.native
         self._lend_no_more()
         self._loader_workers.off()
@@ -355,8 +447,12 @@ class RangeMemory:
             native.set_foreign(0)
             native.uninstall()
             self._close_sounding()
-            for medium in (*self._media.values(), *self._inherited):
+            for medium in (*self._media.values(), *self._inherited, *self._sources):
                 medium.close()
+            paths = ", ".join(map(str, dict.fromkeys(_source_paths.values())))
+            _source_paths.clear()
+        if code in (SOURCE_CUT, SOURCE_CHANGED):
+            raise CheckpointCorrupted(errno.EIO, f"tensors cannot be read: {paths} was changed while they were in use")
         if code:
             raise self._error_of(Trouble(code=code, nbytes=0, tier=self.first_tier))
 
@@ -371,7 +467,7 @@ class RangeMemory:
             self._lent.off()
             self._lent = None
 
-    def give_over(self) -> tuple[Medium, ...]:
+    def give_over(self) -> tuple[Closable, ...]:
         """Leave the ranges to another memory; return the media that they may be on, which it closes from here on."""
         if self._wanted_back and self._absent_bytes() <= _room_bytes():
             self._stop()
@@ -379,7 +475,7 @@ class RangeMemory:
         self._lend_no_more()
         self._loader_workers.off()
         self._close_sounding()
-        return (*self._media.values(), *self._inherited)
+        return (*self._media.values(), *self._inherited, *self._sources)
 
 
 def check_available() -> None:
@@ -387,11 +483,33 @@ def check_available() -> None:
     load()
 
 
+# The files of sources by their numbers as tiers, for errors.
+_source_paths: dict[int, Path] = {}
+
+
+def _source_error(trouble: Trouble, what: str, path: Path) -> CheckpointError:
+    match trouble.code:
+        case code if code == SOURCE_CUT:
+            return CheckpointCorrupted(errno.EIO, f"{what} cannot be read: {path} was cut while the model is in use")
+        case code if code == SOURCE_CHANGED:
+            return CheckpointCorrupted(
+                errno.ESTALE, f"{what} cannot be read: {path} was changed while the model is in use; load it again"
+            )
+    reason = "it was closed" if trouble.code == LOST else os.strerror(trouble.code)
+    return CheckpointError(trouble.code, f"{what} cannot be read from {path}: {reason}")
+
+
+def current() -> RangeMemory | None:
+    """Return the memory that large tensors are ranges of now."""
+    return _current() if _current is not None else None
+
+
 # A memory whose tide was closed while there was no room for all that was away, or that a model was made in.
 _lingering: RangeMemory | None = None
+_current: weakref.ref[RangeMemory] | None = None
 
 
-def _take_over(native: Native) -> tuple[Medium, ...]:
+def _take_over(native: Native) -> tuple[Closable, ...]:
     """Make way for another memory: one that lingers is closed, or leaves its ranges and their media to the new one."""
     global _lingering
     if not native.ranges_running():

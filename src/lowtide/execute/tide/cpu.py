@@ -68,7 +68,6 @@ class CpuTide(Tide):
         self._revisions = 0
         self._trace: Trace | None = None
         self._plan: Plan | None = None
-        self._step_s: list[float] = []
         self._step_stall_s = 0.0
         self._recompute_before_s = 0.0
         self._peaks = (0, 0)
@@ -151,6 +150,9 @@ class CpuTide(Tide):
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         self._recorder.know_models(models)
+
+    def _known(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        return self._recorder.models(), self._recorder.optimizers()
 
     @property
     def first_save_s(self) -> float | None:
@@ -304,7 +306,7 @@ class CpuTide(Tide):
     def __repr__(self) -> str:
         peak = format_bytes(self._peak_bytes()[0])
         state = "closed" if self._closed else f"peak {peak}, spill to {self._spill_name}"
-        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
 
     def _peak_bytes(self) -> tuple[int, int]:
@@ -331,7 +333,7 @@ class CpuTide(Tide):
             "last_step_stall_s": self._step_stall_s,
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
             "last_step_s": self._step_s[-1] if self._step_s else 0.0,
-            "steps": len(self._step_s),
+            "steps": self.steps,
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
             "planned_places": len(self._plan.places) if self._plan is not None else 0,

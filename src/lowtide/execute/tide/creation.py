@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
+from lowtide.checkpoint.safe_open import opening_in_place
+from lowtide.errors import LowtideError
 from lowtide.execute.tide.opening import open_ranges
 from lowtide.memory.budget import BudgetLike, parse_budget
 from lowtide.memory.ranges import RangeMemory
@@ -20,15 +22,18 @@ def init(*, budget: BudgetLike, spill: Spill = None, verify: bool = False) -> It
     Any constructor works unchanged, and gives every parameter the value that it has without Lowtide. Afterwards the
     model stays inside the budget: `lowtide.fit` and `lowtide.serve` take it over as it is, each with its own budget.
     Until then parameters come back as they are touched.
+
+    Weights of safetensors files that are opened here, by `lowtide.load` or by `from_pretrained`, stay in these files.
     """
     memory = open_ranges(parse_budget(budget), spill=spill, verify=verify).memory
     try:
         memory.open(parse_budget(budget).fast_bytes)
         memory.announce(True)
-        with _raising_refusals(memory):
+        with _raising_refusals(memory), opening_in_place(memory):
             yield
     except BaseException:
-        memory.close()
+        with suppress(LowtideError):  # what cannot be read has been told
+            memory.close()
         raise
     memory.linger()
 

@@ -85,7 +85,6 @@ class DeviceTide(Tide):
         self._seen: set[int] = set()
         self._trace: Trace | None = None
         self._plan: Plan | None = None
-        self._step_s: list[float] = []
         self._step_stall_s = 0.0
         self._step_figures: dict[str, object] = {}
         self._static_bytes = self._backend.usage().live_bytes
@@ -116,6 +115,9 @@ class DeviceTide(Tide):
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         self._recorder.know_models(models)
+
+    def _known(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        return self._recorder.models(), self._recorder.optimizers()
 
     @property
     def first_save_s(self) -> float | None:
@@ -251,7 +253,7 @@ class DeviceTide(Tide):
         else:
             kind = "peak" if self._backend.exact_budget else "advisory peak"
             state = f"{kind} {format_bytes(self._backend.usage().peak_bytes)}, spill to {self._spill_name}"
-        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         return f"<Tide: budget {format_bytes(self._budget_bytes)}, policy {self._policy.name}, {steps}, {state}>"
 
     def stats(self) -> dict[str, object]:
@@ -269,7 +271,7 @@ class DeviceTide(Tide):
             "last_step_stall_s": self._step_stall_s,
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
             "last_step_s": self._step_s[-1] if self._step_s else 0.0,
-            "steps": len(self._step_s),
+            "steps": self.steps,
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
             "plan_revisions": self._revisions,

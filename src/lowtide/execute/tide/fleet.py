@@ -36,7 +36,6 @@ class Fleet(Tide):
         self._tides = {tide.device_name: tide for tide in tides}
         self._runtimes = {tide.runtime.backend.device: tide.runtime for tide in tides}
         self._first = tides[0].runtime
-        self._step_s: list[float] = []
         self._opened()
 
     # ---- the loop ----
@@ -68,6 +67,9 @@ class Fleet(Tide):
         for tide in self._tides.values():
             tide.know_models(models)
 
+    def _known(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        return next(iter(self._tides.values()))._known()
+
     @property
     def first_save_s(self) -> float | None:
         return min((tide.first_save_s for tide in self._tides.values() if tide.first_save_s is not None), default=None)
@@ -97,7 +99,7 @@ class Fleet(Tide):
 
     def __repr__(self) -> str:
         budgets = ", ".join(f"{name} {format_bytes(tide.budget_bytes)}" for name, tide in self._tides.items())
-        steps = f"{len(self._step_s)} step{'s' * (len(self._step_s) != 1)}"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         return f"<Tide: budget {budgets}, policy {self.stats()['policy']}, {steps}{', closed' * self._closed}>"
 
     def stats(self) -> dict[str, object]:
@@ -106,7 +108,7 @@ class Fleet(Tide):
             **{name: _total([stats[name] for stats in devices.values()]) for name in next(iter(devices.values()))},
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
             "last_step_s": self._step_s[-1] if self._step_s else 0.0,
-            "steps": len(self._step_s),
+            "steps": self.steps,
             "devices": devices,
         }
 

@@ -250,5 +250,5 @@ def _held_bytes(
         with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or lazy and not there yet
             storage = tensor.untyped_storage()
             if storage.device == device:
-                sizes[storage.data_ptr()] = storage.nbytes()
+                sizes[storage._cdata] = storage.nbytes()  # its address would bring it back
     return sum(sizes.values())

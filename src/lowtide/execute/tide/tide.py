@@ -8,10 +8,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Self
+from typing import Any, Self
 
 import torch
 
+from lowtide.checkpoint.load import load_training
+from lowtide.checkpoint.save import Saved, Versions, save_training
+from lowtide.checkpoint.training import Training
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan
 from lowtide.core.trace import Trace
@@ -29,6 +32,9 @@ class Tide(ABC):
         self._timed = False
         self._closed = True  # until everything is open: nothing to close after a failure before that
         self._pid = os.getpid()
+        self._step_s: list[float] = []
+        self._steps_before = 0  # those of the state that was loaded
+        self._saved: dict[str, Versions] = {}
 
     def _opened(self) -> None:
         """Be open from here on, until `close`, at exit at the latest."""
@@ -95,6 +101,53 @@ class Tide(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise BadArgument("this tide is closed: open a new one with lowtide.fit(...)")
+
+    # ---- saving ----
+
+    def save(self, path: str | os.PathLike[str], *, gradients: bool = False, **objects: Any) -> Saved:
+        """Save the training to a directory, inside the budget: `load` goes on from there bit for bit.
+
+        That is models with all buffers, optimizers, generators of random numbers and the count of steps, and what is
+        given by name: objects with a state_dict() (schedulers, a GradScaler, a loader that tells its position, other
+        models), generators, and plain values. `gradients`: save those that have been accumulated, too.
+
+        The state before is kept until the new one is complete, whatever happens meanwhile, and what has not changed
+        since is not written again.
+        """
+        self._check_between_steps("saved")
+        models, optimizers = self._known()
+        training = Training(
+            models=models, optimizers=optimizers, objects=objects, steps=self.steps, gradients=gradients
+        )
+        with self.turning_refusals_into_errors():
+            return save_training(path, training, self._saved.setdefault(os.path.realpath(path), Versions()))
+
+    def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
+        """Go on from a state that `save` has left, under whatever budget and policy; return its plain values by name.
+
+        Objects that were given to `save` are given again, under the same names (None: not wanted). A checkpoint that is
+        damaged, or another training's, raises before anything is changed.
+        """
+        self._check_between_steps("loaded")
+        models, optimizers = self._known()
+        with self.turning_refusals_into_errors():
+            steps, found = load_training(path, Training(models=models, optimizers=optimizers, objects=objects))
+        self._steps_before, self._step_s = steps, []
+        return found
+
+    @property
+    def steps(self) -> int:
+        """The steps that were done, before a state was loaded as well."""
+        return self._steps_before + len(self._step_s)
+
+    @abstractmethod
+    def _known(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        """Return the models and optimizers of the training."""
+
+    def _check_between_steps(self, done: str) -> None:
+        self._check_open()
+        if self._inside:
+            raise BadArgument(f"a training is {done} between steps: leave tide.step() first")
 
     # ---- answers ----
 

@@ -18,6 +18,8 @@ PressureCallback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 SHORT_READ = 10001
+SOURCE_CUT = 10005
+SOURCE_CHANGED = 10006
 CORRUPTED = 10002
 LOST = 10003
 NOT_REMADE = 10004
@@ -301,6 +303,8 @@ class Native:
 
         self._tier_add = quick("lt_tier_add", None, pointer, integer, i64, i64, MediumCallback)
         self._tier_addressable = quick("lt_tier_addressable", None, pointer, i64, integer, integer)
+        self._source_add = quick("lt_source_add", integer, integer, integer, i64, pointer)
+        self.refer = quick("lt_refer", integer, pointer, integer, i64)
         self.ranges_running = quick("lt_ranges_running", integer)
         self._ranges_start = quick("lt_ranges_start", integer, i64, integer, integer)
         self._ranges_stop = waiting("lt_ranges_stop", integer, integer)
@@ -316,6 +320,9 @@ class Native:
         self.lend = quick("lt_lend", i64, pointer)
         self.lend_storage = quick("lt_lend_storage", i64, pointer)
         self.take_back = quick("lt_take_back", None, i64)
+        self.lend_to_read = quick("lt_lend_to_read", i64, pointer)
+        self.unpin = quick("lt_unpin", None, i64)
+        self.version = quick("lt_version", i64, pointer)
         self.settle = waiting("lt_settle", None)
         self.shrink = waiting("lt_shrink", i64)
         self._range_counters = quick("lt_range_counters", None, pointer)
@@ -460,6 +467,11 @@ class Native:
             self._tier_addressable(
                 (ctypes.c_double * len(rates))(*rates), slow.cache_bytes, slow.own_channel, slow.duplex
             )
+
+    def source_add(self, fd: int, *, direct: bool, places: Sequence[tuple[int, int, int, int]]) -> int:
+        """Add a file that ranges can be read from in place; source.h says what a place is. Return its number."""
+        rows = [value for row in places for value in row]
+        return self._source_add(fd, direct, len(places), (ctypes.c_int64 * max(len(rows), 1))(*rows))
 
     def ranges_stop(self, *, bring_back: bool) -> int:
         """Let nothing leave any more; return an errno for what could not be read back, or 0."""

@@ -63,6 +63,7 @@ NATIVE = Library(
         "runs.h",
         "schedule.h",
         "slow.h",
+        "source.h",
         "tier.h",
     ),
 )

@@ -50,6 +50,7 @@ struct Range {
   int64_t noted_by = -1;    // the stamp of the operator that counts it among its operands
   int64_t storage = -1;     // its number in the plan that is followed
   Slot slot;
+  int64_t copy = 0;        // the number of the write that filled its slot: no other has it
   int64_t slot_forks = 0;  // how many forks there had been when its slot was written
   uint64_t checksum = 0;
   int64_t written_at = 0;  // by the clock of writes: who has seen this number has seen these bytes

@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kTransferChunk = 8 << 20;
 constexpr int64_t kGrace = 2;  // the last touches that may not be undone; see Note [Grace]
 constexpr int64_t kMostThrashing = 64;
+constexpr int kThreadsOfSources = 3;  // measured: a fifth more bytes per second than with two
 
 }  // namespace
 
@@ -573,6 +574,7 @@ void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
 }
 
 void Ranges::give_extent(const Slot& slot, int64_t bytes) {
+  if (tiers[slot.tier].source) return;
   tiers[slot.tier].extents.give(slot.offset, bytes);
   if (!crowded_) return;
   crowded_ = false;
@@ -645,6 +647,7 @@ bool Ranges::leave(Range* range, int32_t tier, bool placed) {
     return true;
   }
   range->slot_forks = forks_;
+  range->copy = ++copies_;
   range->summed = false;
   auto* transfer = new Transfer{range, true, away, range->bytes, range->huge, range->slot, forks_};
   transfer->placed = placed;
@@ -671,6 +674,30 @@ bool Ranges::discard(Range* range) {
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kLeft, range->serial, range->bytes, 0);
   pages().keep(away, range->bytes, range->huge);
   progress();
+  return true;
+}
+
+int32_t Ranges::add_source(std::shared_ptr<const Source> source) {
+  Tier tier;
+  tier.source = std::move(source);
+  tier.extents = Extents(0);
+  tiers.push_back(std::move(tier));
+  // What is read from a source is copied to its place as well: while one thread does, the disk has as much to do as before.
+  while (running() && static_cast<int>(threads_.size()) < kThreadsOfSources) threads_.emplace_back([this] { work(); });
+  return static_cast<int32_t>(tiers.size()) - 1;
+}
+
+bool Ranges::refer(Range* range, Slot slot) {
+  if (range->foreign || range->liens > 0 || range->pins > 0 || range->lost || is_discarded(range)) return false;
+  if (range->place == Place::kLeaving && !call_back(range)) return false;
+  if (range->place == Place::kHere && !discard(range)) return false;
+  if (range->place != Place::kAway) return false;
+  give_slot(range->slot, range->bytes, range->slot_forks);
+  range->slot = slot;
+  range->slot_forks = forks_;
+  range->copy = ++copies_;
+  range->dirty = range->summed = false;
+  note_write(range);
   return true;
 }
 
@@ -1005,7 +1032,8 @@ void Ranges::finish_read(Transfer* transfer) {
     pages().keep(transfer->data, transfer->bytes, transfer->huge);
     return;
   }
-  if (range->tracked && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
+  // What is in a checkpoint is not written a second time, whatever a plan expects of it.
+  if ((range->tracked || tiers[range->slot.tier].source) && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
     range->writable = false;
     range->dirty = false;
   } else {

@@ -187,6 +187,10 @@ class Ranges {
 
   // Give a range's pages up without a copy. False: they cannot be moved.
   bool discard(Range* range);
+  // Have a range's bytes be those of a source, where they stay until it is touched. False: not now.
+  bool refer(Range* range, Slot slot);
+  // Returns the number of the tier that a source is from here on.
+  int32_t add_source(std::shared_ptr<const Source> source);
   // Give the pages of one range to another, which has none; its owner frees the first one next.
   void transplant(Range* from, Range* to);
   // The last lien on a range is gone whose owner has freed it.
@@ -343,6 +347,7 @@ class Ranges {
   std::vector<Child> children_;
   std::vector<Buried> buried_;
   int64_t forks_ = 0;
+  int64_t copies_ = 0;  // that were written to tiers
   int fork_pipe_[2] = {-1, -1};
 
   Trouble trouble_, failed_write_;

@@ -91,6 +91,23 @@ void lt_tier_addressable(const double* rates, int64_t cache_bytes, int own_chann
   r.cache_bytes = cache_bytes;
 }
 
+// Add a file that ranges can be read from in place, while they run. Places: offset, begin in the file, bytes in memory, widening.
+// Returns its number as a tier.
+int lt_source_add(int fd, int direct, int64_t count, const int64_t* places) {
+  auto source = std::make_shared<Source>(fd, direct != 0);
+  for (const int64_t* row = places; row < places + 4 * count; row += 4)
+    source->add(row[0], {row[1], row[2], static_cast<Widening>(row[3])});
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  return ranges().add_source(std::move(source));
+}
+
+// Have a tensor's bytes be those of a place in a source. Returns 0, or -1: it is no range, or in use.
+int lt_refer(c10::TensorImpl* tensor, int tier, int64_t offset) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  return range && ranges().refer(range, Slot{tier, offset}) ? 0 : -1;
+}
+
 // Whether ranges may leave now.
 int lt_ranges_running() {
   return ranges().running() ? 1 : 0;
@@ -226,6 +243,36 @@ void lt_take_back(int64_t serial) {
   --range->lent;
   ranges().note_write(range);
   ranges().unpin(range);
+}
+
+// Bring the bytes behind a tensor back for whoever only reads them, and keep them until lt_unpin: they stay clean.
+// Returns the range's serial, 0: it is none, or -1: its bytes cannot be read.
+int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
+  std::unique_lock<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  if (!range) return 0;
+  int64_t serial = range->serial;
+  ranges().pin(range);
+  if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
+  if (ranges().bring_waiting(range, guard, true)) {
+    ranges().touch(range, false);
+    return serial;
+  }
+  if (range->serial == serial) ranges().unpin(range);
+  return -1;
+}
+
+void lt_unpin(int64_t serial) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  if (Range* range = ranges().of_serial(serial)) ranges().unpin(range);
+}
+
+// A number that a tensor's bytes have as long as they are unchanged; 0: whether they change is not known now.
+int64_t lt_version(c10::TensorImpl* tensor) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  Range* range = range_of(tensor);
+  bool known = range && ranges().is_clean(range) && !ranges().tiers[range->slot.tier].addressable && range->lent == 0;
+  return known ? range->copy : 0;
 }
 
 // Wait until no transfer is under way.

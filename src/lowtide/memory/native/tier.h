@@ -3,6 +3,7 @@
 #pragma once
 #include "range.h"
 #include "slow.h"
+#include "source.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <map>
+#include <memory>
 #include <set>
 #include <vector>
 
@@ -122,6 +124,7 @@ struct Tier {
   bool addressable = false;  // its pages can be mapped: operators compute on them
   SlowRates rates;           // of an addressable tier
   MigrationLink link;
+  std::shared_ptr<const Source> source;  // it is files to read from, and takes nothing
   Extents extents;
   int64_t written_bytes = 0, read_bytes = 0;
   int64_t laid_out = 0;  // bytes of an addressable tier's file that are allocated
@@ -146,6 +149,7 @@ struct Tier {
 
   // Move whole pages; blocks. Returns 0, an errno or one of the codes above.
   int move(bool write, char* data, int64_t n, int64_t offset) const {
+    if (source) return write ? EROFS : source->read(data, n, offset);
     if (call) return call(write, offset, data, n);
     auto files = static_cast<int64_t>(fds.size());
     while (n > 0) {

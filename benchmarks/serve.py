@@ -1,0 +1,205 @@
+"""Run a model whose weights do not fit in memory, straight from its checkpoint folder, against other ways to do so.
+
+Each round starts one fresh process for each contender, in a memory cgroup of `--limit` bytes (which needs root), stock
+in memory outside of it. The checkpoint's pages are dropped from the page cache before each: pages that are cached for
+another group would make everybody look fast. The rate of direct reads of the same files is measured in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    # Run as a file, Python puts this directory on the path instead of the one that holds it.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.jobs import ROOT, Answer, launch
+from benchmarks.kernel_swap import memory_limit
+from lowtide.core.units import format_bytes, parse_bytes
+
+CONTENDERS = ("stock", "lowtide", "accelerate", "mmap")
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeJob:
+    """One process that makes passes and generates; `make`: it writes the checkpoint instead."""
+
+    contender: str
+    checkpoint: str
+    spill: str
+    budget_bytes: int
+    tokens: int
+    passes: int
+    words: int
+    layers: int
+    dtype: str
+    make: bool = False
+    source: str = ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the rounds and print a table; exit with 1 if logits differ or a process was killed."""
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="lowtide-benchmark-", dir=options.spill) as spill:
+        checkpoint = options.checkpoint or Path(spill) / "checkpoint"
+        limit_bytes = parse_bytes(options.limit)
+        answers: dict[str, list[Answer]] = {}
+        rates: list[float] = []
+
+        def job(contender: str, budget_bytes: int, *, make: bool = False) -> ServeJob:
+            return ServeJob(
+                contender=contender,
+                checkpoint=str(checkpoint),
+                spill=spill,
+                budget_bytes=budget_bytes,
+                tokens=options.tokens,
+                passes=options.passes,
+                words=options.words,
+                layers=options.layers,
+                dtype=options.dtype,
+                make=make,
+            )
+
+        if not (checkpoint / "config.json").exists():
+            made = _launch(job("stock", 0, make=True))
+            if made.failure is not None:
+                print(made.failure, file=sys.stderr)
+                return 1
+        budgets = [parse_bytes(text) for text in options.budgets]
+        for _ in range(options.rounds):
+            drop_pages(checkpoint)
+            rates.append(direct_rate(checkpoint))
+            for contender in options.contenders:
+                for budget_bytes in budgets if contender == "lowtide" else [0]:
+                    name = f"lowtide {format_bytes(budget_bytes)}" if budget_bytes else contender
+                    drop_pages(checkpoint)
+                    limited = contender != "stock" and limit_bytes
+                    with memory_limit(nbytes=limit_bytes) if limited else nullcontext([]) as prefix:
+                        answer = _launch(job(contender, budget_bytes), prefix=prefix)
+                    answers.setdefault(name, []).append(answer)
+                    print(f"{name}: {answer.failure or answer.facts}", file=sys.stderr, flush=True)
+        weights_bytes = sum(file.stat().st_size for file in _files(checkpoint))
+    rate = statistics.median(rates)
+    results = {name: _line(found, answers.get("stock"), weights_bytes, rate) for name, found in answers.items()}
+    facts = {
+        "limit": options.limit,
+        "weights_bytes": weights_bytes,
+        "direct_read_bytes_per_s": rate,
+        "tokens": options.tokens,
+        "words": options.words,
+        "lines": results,
+    }
+    options.out.write_text(json.dumps(facts, indent=2) + "\n")
+    print(f"weights {format_bytes(weights_bytes)}, direct reads {rate / 1e9:.2f} GB/s, limit {options.limit}")
+    for name, line in results.items():
+        print(f"{name:20} {line}")
+    return int(any(line.get("failure") or line["identical"] is False for line in results.values()))
+
+
+def _launch(job: ServeJob, prefix: list[str] | tuple[()] = ()) -> Answer:
+    return launch(job, prefix=prefix, worker="benchmarks.serve_worker")  # type: ignore[arg-type]
+
+
+def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, rate: float) -> dict[str, Any]:
+    failed = [answer.failure for answer in found if answer.failure is not None]
+    if failed:
+        return {"failure": failed[0], "identical": None}
+    pass_s = statistics.median(second for answer in found for second in answer.facts["pass_s"])
+    word_s = statistics.median(second for answer in found for second in answer.facts["word_s"])
+    line = {
+        "load_s": statistics.median(answer.facts["load_s"] for answer in found),
+        "pass_s": pass_s,
+        "word_s": word_s,
+        "rss_peak_bytes": max(answer.facts["rss_peak_bytes"] for answer in found),
+        "identical": None,
+    }
+    if stock is not None and stock[0].failure is None:
+        line["identical"] = all(answer.facts["digest"] == stock[0].facts["digest"] for answer in found)
+    read = [answer.facts["read_bytes_per_pass"] for answer in found if "read_bytes_per_pass" in answer.facts]
+    if read:
+        per_pass = statistics.median(read)
+        line |= {
+            "read_share_of_weights": per_pass / weights_bytes,
+            "share_of_direct_rate": per_pass / pass_s / rate,
+            "word_share_of_direct_rate": statistics.median(a.facts["read_bytes_per_word"] for a in found)
+            / word_s
+            / rate,
+        }
+    return line
+
+
+def drop_pages(checkpoint: Path) -> None:
+    """Have the kernel forget what it has cached of the checkpoint."""
+    for file in _files(checkpoint):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def direct_rate(checkpoint: Path, threads: int = 3) -> float:
+    """Return the bytes per second at which so many threads read the whole checkpoint past the page cache."""
+    chunks = [
+        (file, offset)
+        for file in _files(checkpoint)
+        for offset in range(0, file.stat().st_size - _CHUNK_BYTES + 1, _CHUNK_BYTES)
+    ]
+    waiting, lock = iter(chunks), threading.Lock()
+
+    def work() -> None:
+        buffer = mmap.mmap(-1, _CHUNK_BYTES)
+        opened = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in _files(checkpoint)}
+        while True:
+            with lock:
+                one = next(waiting, None)
+            if one is None:
+                break
+            os.preadv(opened[one[0]], [buffer], one[1])
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    began = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return len(chunks) * _CHUNK_BYTES / (time.perf_counter() - began)
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("*.safetensors"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--budgets", nargs="+", default=["1GiB"], help="of tensor memory, for Lowtide")
+    parser.add_argument("--limit", default="1.5GiB", help="bytes that the kernel allows each process but stock; 0: any")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--passes", type=int, default=5, help="forward passes, after three to warm up")
+    parser.add_argument("--tokens", type=int, default=32, help="of the text that a pass is given")
+    parser.add_argument("--words", type=int, default=8, help="to generate one by one")
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--checkpoint", type=Path, help="folder to keep the checkpoint in (default: made and removed)")
+    parser.add_argument("--spill", default=None, help="directory on the disk to measure")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "serve.json")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checkpoints: a training's state on disk, streamed there and back, whole or not at all."""

@@ -1,0 +1,229 @@
+"""Tensors whose bytes stay in a checkpoint's file until they are touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from lowtide.checkpoint.manifest import NAME as MANIFEST
+from lowtide.checkpoint.manifest import read_manifest
+from lowtide.checkpoint.shard import DTYPES, ShardReader, Stored
+from lowtide.checkpoint.tensor_bytes import to_fill
+from lowtide.errors import BadArgument, CheckpointError, CheckpointMismatch
+from lowtide.memory import ranges
+from lowtide.memory.ranges import InFile, RangeMemory, Source, Widening
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
+_WIDENED = {torch.bfloat16: Widening.BFLOAT16, torch.float16: Widening.HALF}
+_INDEX = "model.safetensors.index.json"
+
+
+class InPlaceFile:
+    """A safetensors file whose tensors are made without being read; `memory` is where their ranges are."""
+
+    def __init__(self, path: Path, memory: RangeMemory | None) -> None:
+        self.path = path
+        self._memory = memory
+        self._reader = ShardReader(path)
+        self.tensors: Mapping[str, Stored] = self._reader.tensors
+        self._names = [name for name, stored in self.tensors.items() if stored.dtype in _TYPES]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._sources: dict[bool, Source] = {}
+        self._lock = threading.Lock()
+
+    def knows(self, name: str) -> bool:
+        """Tell whether a tensor is in the file, and of a type that can be read in place."""
+        return name in self._numbers
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of a tensor in the file."""
+        stored = self.tensors[name]
+        if stored.dtype not in _TYPES:
+            raise CheckpointError(f"'{name}' in {self.path} is of type {stored.dtype}, which is not read in place")
+        return _TYPES[stored.dtype]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the file, as it is there."""
+        tensor = torch.empty(self.tensors[name].shape, dtype=self.dtype(name))
+        self.give(name, tensor)
+        return tensor
+
+    def give(self, name: str, tensor: torch.Tensor) -> None:
+        """Have a tensor's bytes be those of the file's, widened if its type is; a small one is read at once."""
+        stored, dtype = self.tensors[name], self.dtype(name)
+        if tuple(tensor.shape) != stored.shape:
+            raise CheckpointMismatch(f"'{name}' is {list(stored.shape)} in {self.path}, and {list(tensor.shape)} here")
+        widened = tensor.dtype != dtype
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if whole and (not widened or (tensor.dtype == torch.float32 and dtype in _WIDENED)):
+            memory = self._memory
+            if memory is not None and memory.refer(tensor, self._source(memory, widened=widened), self._numbers[name]):
+                return
+        self._read(stored, dtype, tensor)
+
+    def _source(self, memory: RangeMemory, *, widened: bool) -> Source:
+        """Return the source that tensors are in as they are, or as float32."""
+        with self._lock:
+            if widened not in self._sources:
+                places = [self._place(self.tensors[name], widened=widened) for name in self._names]
+                self._sources[widened] = memory.read_in_place(self.path, places)
+            return self._sources[widened]
+
+    @staticmethod
+    def _place(stored: Stored, *, widened: bool) -> InFile:
+        widening = _WIDENED.get(_TYPES[stored.dtype], Widening.NONE) if widened else Widening.NONE
+        nbytes = stored.nbytes * (1 if widening is Widening.NONE else 2)
+        return InFile(begin=stored.begin, nbytes=nbytes, widening=widening)
+
+    def _read(self, stored: Stored, dtype: torch.dtype, tensor: torch.Tensor) -> None:
+        read = tensor if tensor.dtype == dtype else torch.empty(stored.shape, dtype=dtype)
+        with to_fill(read) as into:
+            for _piece in self._reader.pieces(stored, into):
+                pass
+        if read is not tensor:
+            with torch.no_grad():
+                tensor.copy_(read)
+
+    def close(self) -> None:
+        """Close the file; tensors that are in it stay."""
+        self._reader.close()
+
+
+def load(model: M | Callable[[], M], path: str | os.PathLike[str]) -> M:
+    """Give a model the weights of a checkpoint, and return it: large ones stay in its files until they are touched.
+
+    `path`: a safetensors file, a folder with one or with shards and an index, as Hugging Face writes it, or one that
+    `Tide.save` has written. `model`: a module, or a callable that makes one; the latter is called without its
+    parameters being initialised, since all of them are in the checkpoint.
+
+    Inside `lowtide.init`, `lowtide.fit` or `lowtide.serve` nothing is read before it is used, and what has not changed
+    is never written to the spill: it is read from the file again. float16 and bfloat16 become float32 on the way where
+    the model has that; other conversions are made at once. Elsewhere the weights are read.
+    """
+    files = files_of(Path(path))
+    memory = ranges.current()
+    opened: dict[Path, InPlaceFile] = {}
+    try:
+        for file in dict.fromkeys(file for file, _ in files.values()):
+            opened[file] = InPlaceFile(file, memory)
+        made = _module_of(model)
+        _give_all(made, {name: (opened[file], key) for name, (file, key) in files.items()}, Path(path))
+    finally:
+        for one in opened.values():
+            one.close()
+    return made
+
+
+def _module_of(model: M | Callable[[], M]) -> M:
+    if isinstance(model, torch.nn.Module):
+        return model  # type: ignore[return-value]  # mypy takes it for a callable of another kind
+    with without_values():
+        made = model()
+    if not isinstance(made, torch.nn.Module):
+        raise BadArgument(f"the callable returned a {type(made).__name__}: pass one that makes a torch.nn.Module")
+    return made
+
+
+def _give_all(model: torch.nn.Module, stored: Mapping[str, tuple[InPlaceFile, str]], path: Path) -> None:
+    wanted = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    needed = set(wanted)
+    wanted |= dict(model.named_buffers())  # those, too, that no state dict has
+    given = {id(wanted[name]) for name in stored if name in wanted}
+    missing = [name for name in needed if name not in stored and id(wanted[name]) not in given]
+    unexpected = [name for name in stored if name not in wanted]
+    if missing or unexpected:
+        troubles = [f"{len(missing)} missing there ({_some(missing)})"] if missing else []
+        troubles += [f"{len(unexpected)} unknown here ({_some(unexpected)})"] if unexpected else []
+        raise CheckpointMismatch(f"{path} is not of this {type(model).__name__}: {', '.join(troubles)}")
+    for name, (file, key) in stored.items():
+        shape = tuple(wanted[name].shape)
+        if file.tensors[key].shape != shape:
+            raise CheckpointMismatch(
+                f"{path} is not of this {type(model).__name__}: '{name}' is {list(file.tensors[key].shape)} there, "
+                f"{list(shape)} here"
+            )
+    done: set[int] = set()
+    for name, (file, key) in stored.items():
+        value = wanted[name]
+        if id(value) in done:
+            continue  # a weight with two names
+        done.add(id(value))
+        if value.is_meta:
+            value = _put(model, name, torch.empty(value.shape, dtype=value.dtype))
+        file.give(key, value.detach())
+
+
+def _put(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Give a parameter or buffer that has no memory yet some, wherever the model has it."""
+    owner_name, _, own_name = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    old = getattr(owner, own_name)
+    new = torch.nn.Parameter(tensor, requires_grad=old.requires_grad) if isinstance(old, torch.nn.Parameter) else tensor
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for key, value in held.items():
+                if value is old:
+                    held[key] = new  # type: ignore[assignment]  # a parameter for one, a buffer for the other
+    return new
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Make parameters without memory: what a constructor does to them does nothing."""
+    register = torch.nn.Module.register_parameter
+
+    def registering(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or param.is_meta or type(param) is not torch.nn.Parameter:
+            return
+        module._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    torch.nn.Module.register_parameter = registering  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def files_of(path: Path) -> dict[str, tuple[Path, str]]:
+    """Return the tensors of a checkpoint by the names that a model has for them: the file, and the name there."""
+    if path.is_file():
+        return _whole(path)
+    if (path / MANIFEST).exists():
+        manifest = read_manifest(path)
+        models = manifest.values["models"]
+        if len(models) != 1:
+            raise CheckpointMismatch(f"{path} holds {len(models)} models: load it with lowtide.load_checkpoint")
+        names = {name: value["of"] for name, value in models[0].items() if isinstance(value, dict) and "of" in value}
+        entries = {name: manifest.tensors[of] for name, of in names.items()}
+        return {name: (path / entry.file, entry.key) for name, entry in entries.items()}
+    if (path / _INDEX).exists():
+        try:
+            index = json.loads((path / _INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{path / _INDEX} is no index of shards ({error})") from error
+        return {name: (path / file, name) for name, file in index.items()}
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        what = "no safetensors file" if not found else f"{len(found)} safetensors files and no {_INDEX}"
+        raise CheckpointError(f"{path} holds {what}: pass a file, or a folder with one or with an index")
+    return _whole(found[0])
+
+
+def _whole(path: Path) -> dict[str, tuple[Path, str]]:
+    with ShardReader(path) as reader:
+        return {name: (path, name) for name in reader.tensors}
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")

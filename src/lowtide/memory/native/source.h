@@ -1,0 +1,130 @@
+// A source: files of somebody else's, a checkpoint's, that ranges are read from in place. Nothing leaves to it.
+//
+// Note [Places in a source]: a tensor lies in its file at any byte, in its own type. To ranges a source is as any tier: whole
+// pages at offsets. So each tensor has a place, page-aligned and as long as its range, which is nowhere but in this table;
+// a read looks up the file's bytes behind it, and widens them where the range is of a wider type.
+#pragma once
+#include "lowtide.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+namespace lowtide {
+
+constexpr int kSourceCut = 10005;      // not an errno: a source's file ends before the bytes do
+constexpr int kSourceChanged = 10006;  // not an errno: a source's file is not the one that was opened
+
+enum class Widening : int32_t { kNone = 0, kBFloat16 = 1, kHalf = 2 };
+
+// What is in a place of a source.
+struct InFile {
+  int64_t begin = 0;  // in the file
+  int64_t bytes = 0;  // in memory: widened
+  Widening widening = Widening::kNone;
+};
+
+class Source {
+ public:
+  // `direct`: reads go past the page cache, so they begin and end at pages.
+  Source(int fd, bool direct) : fd_(fd), direct_(direct) {
+    if (fstat(fd, &opened_) != 0) opened_ = {};
+  }
+
+  void add(int64_t place, const InFile& what) {
+    places_.emplace(place, what);
+  }
+
+  // Read whole pages of one place; blocks. Returns 0, an errno or one of the codes above.
+  int read(char* data, int64_t n, int64_t offset) const {
+    auto after = places_.upper_bound(offset);
+    if (after == places_.begin()) return EINVAL;
+    auto [place, what] = *std::prev(after);
+    struct stat now;
+    if (fstat(fd_, &now) != 0) return errno;
+    if (now.st_size < opened_.st_size) return kSourceCut;
+    if (now.st_size != opened_.st_size || now.st_mtim.tv_sec != opened_.st_mtim.tv_sec ||
+        now.st_mtim.tv_nsec != opened_.st_mtim.tv_nsec)
+      return kSourceChanged;
+    int64_t at = offset - place, wanted = std::min(n, what.bytes - at);
+    std::memset(data + wanted, 0, n - wanted);  // beyond the tensor's end
+    int64_t narrow = what.widening == Widening::kNone ? 1 : 2;
+    return read_bytes(data, wanted, what.begin + at / narrow, what.widening);
+  }
+
+ private:
+  // Of memory for each thread that reads, beside the budget.
+  static constexpr int64_t kBounce = 2 << 20;
+
+  int read_bytes(char* data, int64_t wanted, int64_t begin, Widening widening) const {
+    // What lies at pages in the file is read to where it belongs; its last page has room to the page's end.
+    if (widening == Widening::kNone && (!direct_ || begin % kPage == 0)) {
+      int64_t n = direct_ ? round_to_page(wanted) : wanted;
+      return fill(data, n, wanted, begin);
+    }
+    static thread_local char* bounce = nullptr;  // one for each mover, never freed: they live as long as the process
+    if (!bounce && posix_memalign(reinterpret_cast<void**>(&bounce), kPage, kBounce + 2 * kPage) != 0) return ENOMEM;
+    int64_t narrow = widening == Widening::kNone ? 1 : 2;
+    while (wanted > 0) {
+      int64_t piece = std::min(wanted, kBounce * narrow), bytes = piece / narrow;
+      int64_t skew = direct_ ? begin % kPage : 0;
+      int error = fill(bounce, direct_ ? round_to_page(skew + bytes) : bytes, skew + bytes, begin - skew);
+      if (error) return error;
+      widen(data, bounce + skew, bytes, widening);
+      data += piece;
+      begin += bytes;
+      wanted -= piece;
+    }
+    return 0;
+  }
+
+  // Read `n` bytes, of which at least `least` must be there: the file may end in its last page.
+  int fill(char* data, int64_t n, int64_t least, int64_t offset) const {
+    int64_t done = 0;
+    while (done < least) {
+      ssize_t got = pread(fd_, data + done, n - done, offset + done);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return errno;
+      if (got == 0) return kSourceCut;
+      done += got;
+    }
+    return 0;
+  }
+
+  static void widen(char* into, const char* from, int64_t bytes, Widening widening) {
+    if (widening == Widening::kNone) {
+      std::memcpy(into, from, bytes);
+      return;
+    }
+    for (int64_t i = 0; i < bytes / 2; ++i) {
+      uint16_t narrow;
+      std::memcpy(&narrow, from + 2 * i, 2);
+      uint32_t wide = widening == Widening::kBFloat16 ? static_cast<uint32_t>(narrow) << 16 : half_to_float(narrow);
+      std::memcpy(into + 4 * i, &wide, 4);
+    }
+  }
+
+  // The bits of the float that a half is; exact, as every half is one.
+  static uint32_t half_to_float(uint16_t half) {
+    uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7FFF;
+    if (rest >= 0x7C00) return sign | 0x7F800000 | ((rest & 0x3FF) << 13) | (rest > 0x7C00 ? 0x400000 : 0);  // inf, quiet nan
+    if (rest >= 0x400) return sign | ((rest << 13) + 0x38000000);
+    float value = static_cast<float>(rest) * 0x1p-24f;
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return sign | bits;
+  }
+
+  int fd_;
+  bool direct_;
+  struct stat opened_ {};
+  std::map<int64_t, InFile> places_;
+};
+
+}  // namespace lowtide
