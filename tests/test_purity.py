@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "codecs": {"compiled"},
     "plan": {"core"},
     "tiers": {"codecs", "core"},
-    "memory": {"compiled", "core", "tiers"},
+    "memory": {"codecs", "compiled", "core", "tiers"},
     "estimate": {"core", "tiers"},
     "capture": {"autograd", "core", "estimate"},
     "residency": {"capture", "core", "plan"},

@@ -274,6 +274,7 @@ class CpuTide(Tide):
     def _add(self, schedule: RangeSchedule) -> int:
         native = self._memory.native
         tiers = {name: number for number, name in enumerate(self._memory.tiers, start=self._memory.first_tier)}
+        coders = self._memory.coders
         return native.plan_add(
             names=[native.name_id(name) for name in schedule.names],
             storages=[
@@ -288,7 +289,10 @@ class CpuTide(Tide):
                 for one in schedule.storages
             ],
             uses=[one.uses for one in schedule.storages],
-            actions=[(one.op, int(one.kind), one.storage, tiers[one.tier], one.remake) for one in schedule.actions],
+            actions=[
+                (one.op, int(one.kind), one.storage, tiers[one.tier], one.remake, coders[one.codec])
+                for one in schedule.actions
+            ],
             remade=schedule.remakes,
         )
 

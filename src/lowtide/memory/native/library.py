@@ -26,6 +26,7 @@ NATIVE = Library(
     headers=(
         "calls.h",
         "checksum.h",
+        "coder.h",
         "lowtide.h",
         "meter.h",
         "mover.h",
