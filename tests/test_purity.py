@@ -78,6 +78,7 @@ MAY_IMPORT = {
     "execute": {
         "autograd",
         "capture",
+        "codecs",
         "compiled",
         "core",
         "estimate",

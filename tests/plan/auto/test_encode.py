@@ -1,4 +1,4 @@
-"""`auto` swaps through a codec where that makes the step faster, by what was sampled of the values, and nowhere else."""
+"""`auto` swaps through a codec where that makes the step faster, by what was sampled of the values."""
 
 from __future__ import annotations
 

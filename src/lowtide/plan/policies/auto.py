@@ -4,8 +4,9 @@ The search (plan/auto/search.py) tries swaps by several ranks and targets until 
 remain and operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the
 classic policies compete as well, the best plans are polished, and the winner is improved gap by gap
 (plan/auto/exchange.py). If stalls remain and there are codecs, all of that is tried once more with every storage
-swapped through the codec that is fastest for it (plan/auto/encode.py). Where operators can read slow memory in place, the best plan of places competes
-(plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that moves least wins.
+swapped through the codec that is fastest for it (plan/auto/encode.py). Where operators can read slow memory in place,
+the best plan of places competes (plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that
+moves least wins.
 """
 
 from __future__ import annotations
