@@ -53,16 +53,18 @@ def test_policies_lists_what_the_registry_knows(capsys: pytest.CaptureFixture[st
 
 def test_codecs_lists_what_they_leave_and_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["codecs", "--density", "0.25", "--json"]) == 0
-    zvc, fp16 = json.loads(capsys.readouterr().out)
-    assert (zvc["name"], zvc["lossless"], zvc["ratio"]) == ("zvc", True, 0.25 + 1 / 32)
-    assert (fp16["name"], fp16["lossless"], fp16["ratio"]) == ("fp16", False, 0.5)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    zvc, fp16, bits = rows["zvc"], rows["fp16"], rows["bits"]
+    assert (zvc["lossless"], zvc["ratio"]) == (True, pytest.approx(0.25 + 1 / 32, rel=0.01))
+    assert (fp16["lossless"], fp16["exactness"], fp16["ratio"]) == (False, "bound", 0.5)
+    assert bits["ratio"] == pytest.approx(1 / 8, rel=0.01), "of a mask"
     for row in (zvc, fp16):
-        slower = min(row["encode_bytes_per_s"], row["decode_bytes_per_s"])
-        assert row["pays_below_bytes_per_s"] == pytest.approx((1 - row["ratio"]) * slower)
+        both = 1 / row["encode_bytes_per_s"] + 1 / row["decode_bytes_per_s"]
+        assert row["pays_below_bytes_per_s"] == pytest.approx(2 * (1 - row["ratio"]) / both)
     assert main(["codecs"]) == 0
     text = capsys.readouterr().out
     assert "53.1%" in text
-    assert "no: models only" in text
+    assert "sign only" in text
 
 
 def test_a_density_that_is_no_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

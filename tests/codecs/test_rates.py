@@ -6,8 +6,7 @@ from itertools import accumulate, chain, repeat
 
 import pytest
 
-from lowtide.codecs import Fp16, Rates, Stats, ZeroValue, codec, codec_names, measure
-from lowtide.errors import BadArgument
+from lowtide.codecs import Rates, Stats, ZeroValue, codec, measure
 
 MIB = 2**20
 
@@ -17,32 +16,27 @@ def test_rates_are_the_medians_of_what_the_clock_says() -> None:
     rounds = chain([(50.0, 60.0), (2.0, 4.0), (30.0, 4.0)], repeat((2.0, 4.0)))
     ticks = accumulate(chain.from_iterable((0.0, encode_s, decode_s) for encode_s, decode_s in rounds))
     rates = measure(ZeroValue(), Stats(density=0.5), clock=lambda: next(ticks))
-    assert rates == Rates(encode_bytes_per_s=8 * MIB / 2, decode_bytes_per_s=8 * MIB / 4)
+    assert rates.encode_bytes_per_s == 8 * MIB / 2
+    assert rates.decode_bytes_per_s == 8 * MIB / 4
+    assert rates.ratio == pytest.approx(0.5 + 1 / 32, rel=0.01)
     assert rates.encode_s(16 * MIB) == 4.0
     assert rates.decode_s(16 * MIB) == 8.0
 
 
-@pytest.mark.parametrize("link_bytes_per_s", [90.0, 110.0])
+@pytest.mark.parametrize("link_bytes_per_s", [120.0, 150.0])
 def test_a_codec_pays_on_links_slower_than_it_saves(link_bytes_per_s: float) -> None:
     rates, ratio, nbytes = Rates(encode_bytes_per_s=200.0, decode_bytes_per_s=400.0), 0.5, 1000
-    plain_s = nbytes / link_bytes_per_s
-    encoded_s = rates.encode_s(nbytes) + ratio * plain_s
-    assert rates.pays_below_bytes_per_s(ratio) == 100.0
-    assert (encoded_s < plain_s) == (link_bytes_per_s < 100.0)
+    plain_s = 2 * nbytes / link_bytes_per_s
+    encoded_s = rates.encode_s(nbytes) + rates.decode_s(nbytes) + ratio * plain_s
+    assert rates.pays_below_bytes_per_s(ratio) == pytest.approx(2 * 0.5 / (1 / 200 + 1 / 400))
+    assert (encoded_s < plain_s) == (link_bytes_per_s < 133.4)
     assert rates.pays_below_bytes_per_s(1.03) == 0.0
 
 
-def test_codecs_have_names() -> None:
-    assert codec_names() == ("zvc", "fp16")
-    assert codec("zvc") == ZeroValue()
-    assert codec("fp16") == Fp16()
-    with pytest.raises(BadArgument, match="unknown codec 'zip': choose one of zvc, fp16"):
-        codec("zip")
-
-
 @pytest.mark.slow
-def test_zeros_are_left_out_at_more_than_a_slow_disk_writes() -> None:
-    """On an idle core of a current server about 3 GB/s each way; a tenth of that leaves room for neighbours."""
-    best = [measure(ZeroValue(), Stats(density=0.5)) for _ in range(5)]
-    assert max(rates.encode_bytes_per_s for rates in best) > 3e8
-    assert max(rates.decode_bytes_per_s for rates in best) > 3e8
+@pytest.mark.parametrize("name", ["zvc", "binarize", "fp16", "bf16", "fp8_e4m3", "bits", "pack32", "pack16"])
+def test_native_codecs_are_faster_than_a_fast_disk(name: str) -> None:
+    """On an idle core of a current server 6 to 40 GB/s each way; the best of several leaves room for neighbours."""
+    best = [measure(codec(name), Stats(density=0.5)) for _ in range(9)]
+    assert max(rates.encode_bytes_per_s for rates in best) > 2e9
+    assert max(rates.decode_bytes_per_s for rates in best) > 2e9

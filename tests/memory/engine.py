@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowtide.codecs import Codec
 from lowtide.memory.native import Native, load
 from lowtide.memory.native.bindings import Place, SlowRates
 from lowtide.memory.ranges import RangeMemory
@@ -84,12 +85,15 @@ class Engine:
         threads: int = 2,
         announcing: bool = True,
         slow: SlowRates | None = None,
+        codecs: Sequence[Codec] = (),
     ) -> None:
         gc.collect()
         self.native: Native = load()
         named = {f"{medium.name}{number or ''}": medium for number, medium in enumerate(media)}
         in_place = {name: slow or SlowRates() for name, medium in named.items() if isinstance(medium, SlowMedium)}
-        self.memory = RangeMemory(named, least_bytes=least, verify=verify, threads=threads, slow=in_place)
+        self.memory = RangeMemory(
+            named, least_bytes=least, verify=verify, threads=threads, slow=in_place, codecs=codecs
+        )
         self.media = media
         try:
             self.memory.open(budget)
@@ -128,14 +132,14 @@ class Engine:
         """Where a tensor's bytes are."""
         return self.memory.place(tensor)
 
-    def start_leaving(self, tensor: torch.Tensor, tier: int = 0) -> bool:
+    def start_leaving(self, tensor: torch.Tensor, tier: int = 0, codec: str = "identity") -> bool:
         """Let a tensor's pages leave; False if they may not."""
-        return self.native.leave(tensor._cdata, self.memory.first_tier + tier) == 0
+        return self.native.leave(tensor._cdata, self.memory.first_tier + tier, self.memory.coders[codec]) == 0
 
-    def send_away(self, *tensors: torch.Tensor, tier: int = 0) -> None:
+    def send_away(self, *tensors: torch.Tensor, tier: int = 0, codec: str = "identity") -> None:
         """Have the pages of tensors away."""
         for tensor in tensors:
-            assert self.start_leaving(tensor, tier)
+            assert self.start_leaving(tensor, tier, codec)
         self.native.settle()
         for tensor in tensors:
             assert self.place(tensor) is Place.AWAY

@@ -20,7 +20,7 @@ class Step:
         self.names = [engine.native.name_id(name) for name in names]
         self.storages: list[tuple[int, int, int, int, int, int, int]] = []
         self.uses: list[tuple[int, ...]] = []
-        self.actions: list[tuple[int, int, int, int, int]] = []
+        self.actions: list[tuple[int, int, int, int, int, int]] = []
         self.remade: list[tuple[int, ...]] = []
 
     def known(self, tensor: torch.Tensor, *uses: int, tier: int = 0, again: bool = True) -> int:
@@ -55,18 +55,19 @@ class Step:
         self.uses.append(tuple(uses))
         return len(self.storages) - 1
 
-    def at(self, op: int, kind: int, storage: int, tier: int = 0) -> Step:
+    def at(self, op: int, kind: int, storage: int, tier: int = 0, codec: str = "identity") -> Step:
         """Add an action."""
-        self.actions.append((op, kind, storage, self.engine.memory.first_tier + tier, -1))
+        memory = self.engine.memory
+        self.actions.append((op, kind, storage, memory.first_tier + tier, -1, memory.coders[codec]))
         return self
 
     def discarded(self, storage: int, *, after: int, before: int | None, ops: Sequence[int]) -> Step:
         """Discard a storage when `after` begins, and make it again by `ops` when `before` does (None: never)."""
         tier = self.engine.memory.first_tier
-        self.actions.append((after, DISCARD, storage, tier, len(self.remade)))
+        self.actions.append((after, DISCARD, storage, tier, len(self.remade), 0))
         self.remade.append(tuple(ops))
         if before is not None:
-            self.actions.append((before, REMAKE, storage, tier, -1))
+            self.actions.append((before, REMAKE, storage, tier, -1, 0))
         return self
 
     def compile(self) -> int:

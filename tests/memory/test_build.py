@@ -6,16 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from lowtide import compiled as building
 from lowtide.errors import NativeUnavailable
 from lowtide.memory import native
-
-# The package has a function of the same name.
-building = import_module("lowtide.memory.native.build")
+from lowtide.memory.native.library import NATIVE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native part is for Linux")
 
@@ -46,9 +44,11 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
 
 
 def build(version: str = "2.13.0") -> Path:
-    made = building.build(Path("/torch"), version, True)
-    assert isinstance(made, Path)
-    return made
+    return building.build(NATIVE, torch(version))
+
+
+def torch(version: str) -> building.Torch:
+    return building.Torch(directory=Path("/torch"), version=version, cxx11_abi=True)
 
 
 def refused() -> str:
@@ -72,7 +72,7 @@ def test_a_build_says_once_what_takes_so_long_and_the_cache_says_nothing(
 
 
 def test_what_is_in_the_cache_is_used_without_a_word(compiler: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
-    target = building.library_path("2.13.0")
+    target = building.library_path(NATIVE, torch("2.13.0"))
     target.parent.mkdir(parents=True)
     target.write_bytes(b"")
     compiler("exit 1")

@@ -375,7 +375,7 @@ def _prefetch(engine: Engine, tensor: torch.Tensor) -> None:
             names=[native.name_id("aten::fill_")],
             storages=[(engine.memory.serial_of(tensor), -1, -1, tensor.nbytes, engine.memory.first_tier, 0)],
             uses=[(0,)],
-            actions=[(0, 1, 0, engine.memory.first_tier, -1)],
+            actions=[(0, 1, 0, engine.memory.first_tier, -1, 0)],
         )
     )
     small.fill_(1)

@@ -126,7 +126,7 @@ def test_a_read_ahead_that_failed_is_nobodys_concern_until_its_bytes_are_used(op
             names=[native.name_id("aten::fill_")],
             storages=[(engine.memory.serial_of(x), -1, -1, MIB, engine.memory.first_tier, 0)],
             uses=[(0,)],
-            actions=[(0, 1, 0, engine.memory.first_tier, -1)],
+            actions=[(0, 1, 0, engine.memory.first_tier, -1, 0)],
         )
     )
     small.fill_(1)  # x comes back ahead of its use, and fails

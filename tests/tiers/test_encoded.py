@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowtide.codecs import Fp16
+from lowtide.codecs import FP16
 from lowtide.errors import BadArgument, SpillCorrupted, SpillError, SpillFull
 from lowtide.testing.codecs import some_values
 from lowtide.testing.stores import page_aligned, some_bytes
@@ -155,7 +155,7 @@ def test_a_mask_that_came_back_changed_is_noticed(tmp_path: Path) -> None:
     tier = Encoded(Faulty(FileMedium([tmp_path]), script=[flip]))
     try:
         tier.write_at(0, page_aligned(bytes(MIB)))
-        with pytest.raises(SpillCorrupted, match="came back changed: the mask names"):
+        with pytest.raises(SpillCorrupted, match="came back changed: these 32768 bytes are no zvc4 blob"):
             read(tier, 0, MIB)
         assert read(tier, 0, MIB) == bytes(MIB)
     finally:
@@ -187,7 +187,7 @@ def test_the_capacity_counts_bytes_before_the_codec(tmp_path: Path) -> None:
 def test_a_lossy_codec_or_tier_is_refused(tmp_path: Path) -> None:
     disk = FileMedium([tmp_path])
     with pytest.raises(BadArgument, match="codec 'fp16' is lossy, so gradients would be others"):
-        Encoded(disk, codecs=[Fp16()])
+        Encoded(disk, codecs=[FP16])
     disk.close()
     with pytest.raises(BadArgument, match="codec 'fp16' is lossy"):
         open_medium(f"file+fp16://{tmp_path}")
@@ -202,7 +202,7 @@ def test_urls_name_tier_and_codec(tmp_path: Path) -> None:
     assert tier.directories == (tmp_path,)
     assert (tier.name, tier.lossy) == ("file", False)
     tier.close()
-    with pytest.raises(BadArgument, match="unknown codec 'zip': choose one of zvc, fp16"):
+    with pytest.raises(BadArgument, match=r"unknown codec 'zip': choose one of zvc, .*fp16"):
         open_medium(f"file+zip://{tmp_path}")
     with pytest.raises(BadArgument, match="unknown tier 'tape'"):
         open_medium(f"tape+zvc://{tmp_path}")

@@ -112,7 +112,7 @@ def _encoding(name: str, *, density: float) -> Encoding:
         decode_bytes_per_s=rates.decode_bytes_per_s,
         ratio=found.ratio_model(stats),
     )
-    return Encoding(codec=cost, everything=name != ZeroValue.name)
+    return Encoding(codec=cost, everything=not isinstance(found, ZeroValue))
 
 
 def _told(encoding: Encoding) -> str:

@@ -1,31 +1,122 @@
 """How bytes are encoded: what a codec promises, how much it leaves, and how fast it is here.
 
-values --encode--> blob --decode--> values. `lossless` codecs may stand before a tier (`spill="file+zvc:///fast/disk"`);
+values --encode--> blob --decode--> values. Lossless codecs may stand before a tier (`spill="file+zvc:///fast/disk"`);
 the others are for models and for those who ask for them by hand: training stays the same to the bit.
+
+A package adds a codec with an entry point of the group `lowtide.codecs` whose object is a codec, or a class or function
+that returns one when called without arguments. A built-in name cannot be taken over.
 """
 
 from __future__ import annotations
 
-from lowtide.codecs.contract import Codec, Stats
-from lowtide.codecs.fp16 import Fp16
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from lowtide.codecs.blosc import Blosc2
+from lowtide.codecs.casts import BF16, CASTS, FP8_E4M3, FP8_E5M2, FP10, FP16, Cast, Signs
+from lowtide.codecs.chain import AnyCodec, Chain, chained
+from lowtide.codecs.contract import (
+    ArrayCodec,
+    ByteCodec,
+    Codec,
+    Exactness,
+    NoRoom,
+    Stats,
+    Unencodable,
+)
+from lowtide.codecs.lossless import Bits, Packed, SparseRows, ZeroValue
 from lowtide.codecs.rates import Rates, measure
-from lowtide.codecs.zvc import ZeroValue
 from lowtide.errors import BadArgument
 
-_CODECS: tuple[Codec, ...] = (ZeroValue(), Fp16())
+ENTRY_POINTS = "lowtide.codecs"
+
+_BUILT_IN: dict[str, AnyCodec] = {
+    one.name: one
+    for one in (
+        ZeroValue(),
+        ZeroValue(1),
+        ZeroValue(2),
+        ZeroValue(8),
+        Packed(4),
+        Packed(2),
+        Bits(),
+        SparseRows(),
+        Blosc2(),
+        Blosc2("blosc2_zstd", "ZSTD"),
+        Signs(),
+        *CASTS,
+    )
+}
 
 
 def codec_names() -> tuple[str, ...]:
-    """Return the names of the codecs."""
-    return tuple(one.name for one in _CODECS)
+    """Return the names of the codecs, without loading a plug-in."""
+    return tuple(_BUILT_IN) + tuple(sorted(_plugins().keys() - _BUILT_IN.keys()))
 
 
+@cache
 def codec(name: str) -> Codec:
-    """Return a codec by its name."""
-    for one in _CODECS:
-        if one.name == name:
-            return one
-    raise BadArgument(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+    """Return a codec by its name, or several in a row: "bf16+zvc2"."""
+    return chained([_part(part) for part in name.split("+")])
 
 
-__all__ = ["Codec", "Fp16", "Rates", "Stats", "ZeroValue", "codec", "codec_names", "measure"]
+def _part(name: str) -> AnyCodec:
+    built_in = _BUILT_IN.get(name)
+    if built_in is not None:
+        return built_in
+    point = _plugins().get(name)
+    if point is None:
+        raise BadArgument(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+    return _loaded(point)
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _loaded(point: EntryPoint) -> AnyCodec:
+    package = point.dist.name if point.dist is not None else point.value
+    try:
+        found = point.load()
+    except (ImportError, AttributeError) as error:
+        raise BadArgument(
+            f"codec '{point.name}' of {package} cannot be loaded: {error}: install what it needs"
+        ) from error
+    made = found() if callable(found) else found
+    if not isinstance(made, Codec | ArrayCodec | ByteCodec):
+        lacking = [name for name in dir(Codec) if not name.startswith("_") and not hasattr(made, name)]
+        raise BadArgument(
+            f"codec '{point.name}' of {package} is a {type(made).__name__}, which is no Codec: it lacks "
+            f"{', '.join(lacking)}; lowtide.codecs.contract says what each does"
+        )
+    if made.name != point.name:
+        raise BadArgument(f"codec '{point.name}' of {package} calls itself '{made.name}': plans could not find it")
+    return made
+
+
+__all__ = [
+    "BF16",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "FP10",
+    "FP16",
+    "ArrayCodec",
+    "Bits",
+    "Blosc2",
+    "ByteCodec",
+    "Cast",
+    "Chain",
+    "Codec",
+    "Exactness",
+    "NoRoom",
+    "Packed",
+    "Rates",
+    "Signs",
+    "SparseRows",
+    "Stats",
+    "Unencodable",
+    "ZeroValue",
+    "codec",
+    "codec_names",
+    "measure",
+]

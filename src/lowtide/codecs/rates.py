@@ -9,18 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.codecs.contract import Codec, Stats
+from lowtide.codecs.contract import Array, Codec, Stats
+from lowtide.codecs.lossless import Bits
 
-_BYTES = 8 * 2**20  # what the movers hand over at once
+_BYTES = 8 * 2**20
 _ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast a codec is, in bytes of what it encodes: its cost model."""
+    """How fast a codec is, in bytes of what it encodes: its cost model. `ratio`: what was left of what was measured."""
 
     encode_bytes_per_s: float
     decode_bytes_per_s: float
+    ratio: float = 1.0
 
     def encode_s(self, nbytes: int) -> float:
         """Return how long it takes to encode `nbytes`."""
@@ -31,20 +33,30 @@ class Rates:
         return nbytes / self.decode_bytes_per_s
 
     def pays_below_bytes_per_s(self, ratio: float) -> float:
-        """Return below which rate of a link both directions are faster through the codec, one after the other.
+        """Return below which rate of a link a round trip is faster through the codec, each part after the other.
 
-        Writing n bytes takes n / w as they are and n / encode + ratio * n / w encoded.
+        n bytes take 2 n / B as they are, and n / Ce + n / Cd + 2 r n / B encoded: less where 2 s / B > 1 / Ce + 1 / Cd,
+        with s = 1 - r the saved share.
         """
-        return max(0.0, 1 - ratio) * min(self.encode_bytes_per_s, self.decode_bytes_per_s)
+        saved = max(0.0, 1 - ratio)
+        return 2 * saved / (1 / self.encode_bytes_per_s + 1 / self.decode_bytes_per_s)
+
+
+def typical_values(codec: Codec, stats: Stats) -> Array:
+    """Return 8 MiB of single precision of the density that `stats` say; for a codec of masks, a mask of it."""
+    draw = np.random.default_rng(0)
+    if isinstance(codec, Bits):
+        return draw.random(_BYTES, dtype=np.float32) < stats.density
+    values = draw.standard_normal(_BYTES // 4, dtype=np.float32)
+    values[draw.random(values.size) >= stats.density] = 0
+    return values
 
 
 def measure(codec: Codec, stats: Stats, *, clock: Callable[[], float] = time.perf_counter) -> Rates:
-    """Measure a codec on single-precision values of the density that `stats` say, in a fraction of a second."""
-    draw = np.random.default_rng(0)
-    values = draw.standard_normal(_BYTES // 4, dtype=np.float32)
-    values[draw.random(values.size) >= stats.density] = 0
-    blob, back = np.empty(2 * _BYTES, np.uint8), np.empty_like(values)
-    encode_s, decode_s = [], []
+    """Measure a codec on values of the density that `stats` say, in a fraction of a second."""
+    values = typical_values(codec, stats)
+    blob, back = np.empty(codec.max_encoded_nbytes(values.nbytes), np.uint8), np.empty_like(values)
+    encode_s, decode_s, ratio = [], [], 1.0
     for _ in range(_ROUNDS):
         begun = clock()
         encoded = codec.encode(values, out=blob)
@@ -52,8 +64,10 @@ def measure(codec: Codec, stats: Stats, *, clock: Callable[[], float] = time.per
         codec.decode(encoded, out=back)
         encode_s.append(between - begun)
         decode_s.append(clock() - between)
+        ratio = encoded.nbytes / values.nbytes
     # Without the first round, which touches the memory for the first time.
     return Rates(
         encode_bytes_per_s=_BYTES / statistics.median(encode_s[1:]),
         decode_bytes_per_s=_BYTES / statistics.median(decode_s[1:]),
+        ratio=ratio,
     )

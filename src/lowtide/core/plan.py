@@ -34,6 +34,15 @@ IDENTITY = CodecCost(name="identity")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRatio:
+    """What a codec leaves of a storage, by a sample of its values."""
+
+    storage: int
+    codec: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTime:
     """How long an operator took with these operands in a tier that it reads in place, and all others in fast memory."""
 
@@ -56,6 +65,10 @@ class Problem:
     """All tiers that whoever executes the plan has (empty: just `tier`)."""
     codecs: tuple[CodecCost, ...] = (IDENTITY,)
     """The codecs that whoever executes the plan has."""
+    sampled: tuple[SampledRatio, ...] = ()
+    """What codecs leave of single storages, where somebody sampled them; of others their own ratio is left."""
+    max_error: float = 0.0
+    """The largest relative error that a codec may make of a value (0: every bit comes back)."""
     can_recompute: bool = False
     """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
     watch_s: float = 0.0

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from lowtide.compiled import Library, Torch, build
 from lowtide.emulator.records import EngineStats, Stats, TraceRecord
 from lowtide.errors import NativeUnavailable
-from lowtide.memory.native.build import Library, build
 
 PressureCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 
@@ -142,9 +142,7 @@ class Native:
 @cache
 def load() -> Native:
     """Return the native emulator, building it first if need be. Raises NativeUnavailable with the reason."""
-    import torch
-
-    path = build(Path(torch.__file__).parent, torch.__version__, torch.compiled_with_cxx11_abi(), LIBRARY)
+    path = build(LIBRARY, Torch.here())
     try:
         return Native(path)
     except (OSError, AttributeError) as error:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from lowtide.codecs.contract import Codec
 from lowtide.core.log import Log
 from lowtide.core.order import Order
 from lowtide.core.trace import Reach
@@ -34,6 +35,7 @@ from lowtide.errors import (
     SpillError,
 )
 from lowtide.memory.budget import auto_bytes, memory_limits
+from lowtide.memory.coders import add_coders
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
 from lowtide.memory.loader_workers import LoaderWorkers
@@ -126,7 +128,7 @@ class SourceFile:
 class RangeMemory:
     """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`.
 
-    `slow`: those that operators use in place, and what that costs.
+    `slow`: those that operators use in place, and what that costs. `codecs`: those that plans may name.
     """
 
     device = torch.device("cpu")
@@ -141,6 +143,7 @@ class RangeMemory:
         verify: bool = False,
         threads: int = 2,
         slow: Mapping[str, SlowRates] | None = None,
+        codecs: Sequence[Codec] = (),
     ) -> None:
         self.native = load()
         self.least_bytes = least_bytes
@@ -165,6 +168,8 @@ class RangeMemory:
                 slow=self._slow.get(name),
             )
         self.native.order(order)
+        self.codecs = tuple(codecs)
+        self.coders = add_coders(self.native, self.codecs)
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
         self._lent: Lent | None = None
         self._loader_workers = LoaderWorkers(self.native.catch_faults)
@@ -229,7 +234,24 @@ class RangeMemory:
     def figures(self) -> dict[str, object]:
         """Return what the media count themselves, and what went on in slow memory."""
         found = {name: value for medium in self._media.values() for name, value in medium.figures().items()}
-        return found | (self._slow_figures() if self._slow else {})
+        return found | (self._slow_figures() if self._slow else {}) | (self._codec_figures() if self.codecs else {})
+
+    def _codec_figures(self) -> dict[str, object]:
+        counted = self.native.range_counters()
+        return {
+            "encoded_bytes": counted.encoded,
+            "decoded_bytes": counted.decoded,
+            "unencoded_bytes": counted.unencoded,
+        }
+
+    def take_samples(self) -> dict[int, dict[str, float]]:
+        """Return which share codecs would leave of what left while a step was logged: by serial, by name; once."""
+        names = {number: name for name, number in self.coders.items()}
+        found = self.native.take_samples()
+        return {
+            serial: {names[coder]: share for coder, share in shares.items() if coder in names}
+            for serial, shares in found.items()
+        }
 
     def _slow_figures(self) -> dict[str, object]:
         counted = self.native.range_counters()

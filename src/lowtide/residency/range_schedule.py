@@ -47,13 +47,17 @@ _TURNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the begin of operator `op` sets off for a storage of the schedule; `remake`: by which of its lists."""
+    """What the begin of operator `op` sets off for a storage of the schedule; `remake`: by which of its lists.
+
+    `codec`: what it passes through on its way to `tier`, if it leaves.
+    """
 
     op: int
     kind: ActionKind
     storage: int
     tier: str
     remake: int = -1
+    codec: str = "identity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,9 @@ def compile_ranges(plan: Plan, recorded: Recorded, *, tier: str) -> RangeSchedul
         if swap.gap.storage not in number:
             continue  # from the step before, and freed in this one: the next step has another block in its place
         storage = number[swap.gap.storage]
-        actions.append(Action(op=swap.gap.after_op % end, kind=ActionKind.LEAVE, storage=storage, tier=swap.tier))
+        actions.append(
+            Action(op=swap.gap.after_op % end, kind=ActionKind.LEAVE, storage=storage, tier=swap.tier, codec=swap.codec)
+        )
         if unused.get(swap.gap.storage) == swap.gap.before_op:
             continue  # it is freed where it is
         # What the step made is another block in the next, where it has no name: it comes back when it is touched.

@@ -331,7 +331,7 @@ class Agenda:
                     codec=swap.codec,
                     fetch_op=swap.fetch_op - shift,
                     landed_op=None if swap.landed_op is None else swap.landed_op - shift,
-                    option=options.swap(record.nbytes, tier=swap.tier, codec=swap.codec),
+                    option=options.swap(record.nbytes, tier=swap.tier, codec=swap.codec, storage=swap.gap.storage),
                 )
             )
         trips += [

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.codecs import ZeroValue
-from lowtide.codecs.contract import Bytes, Codec
+from lowtide.codecs.contract import Bytes, Codec, NoRoom
 from lowtide.errors import BadArgument, SpillCorrupted
 from lowtide.tiers import failures
 from lowtide.tiers.medium import ALIGN_BYTES, Medium
@@ -25,7 +25,7 @@ from lowtide.tiers.wrappers import Wrapper
 
 FRAME_BYTES = 8 * 2**20
 
-# A tier sees bytes, not dtypes: counting zeros costs next to nothing, so both common sizes of a value are tried.
+# A tier sees bytes, not dtypes: leaving zeros out costs next to nothing, so both common sizes of a value are tried.
 ZERO_VALUE: tuple[Codec, ...] = (ZeroValue(4), ZeroValue(2))
 
 
@@ -43,7 +43,7 @@ class Encoded(Wrapper):
     """Writes what `codecs` leave of every frame. Training over it stays the same to the bit: lossy codecs are refused.
 
     The table of frames is in memory, a few words for each. What was written at once is overwritten at once, as extents
-    are: of a frame that a later write overlaps, nothing can be read any more. Each thread has a buffer of 8 MiB.
+    are: of a frame that a later write overlaps, nothing can be read any more. Each thread has two buffers of 8 MiB.
     """
 
     def __init__(self, medium: Medium, *, codecs: Sequence[Codec] = ZERO_VALUE) -> None:
@@ -113,12 +113,10 @@ class Encoded(Wrapper):
 
     def _write(self, start: int, data: memoryview) -> None:
         values = np.frombuffer(data, np.uint8)
-        frame = self._smallest(start, values)
-        if frame.codec is None:
+        frame, buffer = self._smallest(start, values)
+        if buffer is None:
             self.medium.write_at(start, data)
         else:
-            buffer = self._buffer()
-            frame.codec.encode(values, out=buffer)
             # Whole blocks go to the disk without a copy; old contents of the buffer are other tensors' bytes.
             buffer[frame.blob_bytes : _blocks_bytes(frame.blob_bytes)] = 0
             self.medium.write_at(start, buffer.data[: _blocks_bytes(frame.blob_bytes)])
@@ -128,13 +126,20 @@ class Encoded(Wrapper):
             self._given_bytes += _blocks_bytes(frame.nbytes)
             self._written_bytes += _blocks_bytes(frame.blob_bytes)
 
-    def _smallest(self, start: int, values: Bytes) -> _Frame:
-        best = _Frame(start, values.nbytes, None, values.nbytes)
+    def _smallest(self, start: int, values: Bytes) -> tuple[_Frame, Bytes | None]:
+        """Return the frame with the shortest blob, and the buffer that has it (None: the bytes as they are)."""
+        best, kept = _Frame(start, values.nbytes, None, values.nbytes), None
+        spare, other = self._two_buffers()
         for codec in self._codecs:
-            blob_bytes = codec.encoded_bytes(values)
-            if _blocks_bytes(blob_bytes) < _blocks_bytes(best.blob_bytes):
-                best = _Frame(start, values.nbytes, codec, blob_bytes)
-        return best
+            # Less by a block, or it is not worth decoding.
+            room = _blocks_bytes(best.blob_bytes) - ALIGN_BYTES
+            try:
+                blob = codec.encode(values, out=spare[: max(room, 0)])
+            except NoRoom:
+                continue
+            best, kept = _Frame(start, values.nbytes, codec, blob.nbytes), spare
+            spare, other = other, spare
+        return best, kept
 
     def _read(self, frame: _Frame, inside: int, into: memoryview) -> None:
         """Fill `into` from a frame, `inside` bytes after its start."""
@@ -143,7 +148,7 @@ class Encoded(Wrapper):
             read_bytes = into.nbytes
         else:
             read_bytes = _blocks_bytes(frame.blob_bytes)
-            buffer = self._buffer()[:read_bytes]
+            buffer = self._two_buffers()[0][:read_bytes]
             self.medium.read_at(frame.start, buffer.data)
             whole = into.nbytes == frame.nbytes
             values = np.frombuffer(into, np.uint8) if whole else np.empty(frame.nbytes, np.uint8)
@@ -177,17 +182,18 @@ class Encoded(Wrapper):
                 del self._frames[start]
             del self._starts[first:last]
 
-    def _buffer(self) -> Bytes:
-        """Return this thread's page-aligned buffer: a blob that is used is smaller than its frame."""
-        buffer: Bytes | None = getattr(self._buffers, "bytes", None)
-        if buffer is None:
-            buffer = self._buffers.bytes = np.frombuffer(mmap.mmap(-1, FRAME_BYTES), np.uint8)
-        return buffer
+    def _two_buffers(self) -> tuple[Bytes, Bytes]:
+        """Return this thread's page-aligned buffers: a blob that is used is smaller than its frame."""
+        buffers: tuple[Bytes, Bytes] | None = getattr(self._buffers, "pair", None)
+        if buffers is None:
+            first, second = (np.frombuffer(mmap.mmap(-1, FRAME_BYTES), np.uint8) for _ in range(2))
+            buffers = self._buffers.pair = (first, second)
+        return buffers
 
 
 def check_lossless(codec: Codec) -> None:
     """Refuse a codec that does not give every bit back."""
-    if not codec.lossless:
+    if not codec.exactness.lossless:
         raise BadArgument(
             f"codec '{codec.name}' is lossy, so gradients would be others: a tier takes lossless codecs only"
         )

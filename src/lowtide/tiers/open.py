@@ -111,7 +111,7 @@ def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
 
 
 def _open_encoded(url: str, name: str, *, capacity_bytes: int | None) -> Medium:
-    codecs = [one for one in ZERO_VALUE if one.name == name] or [codec(name)]
+    codecs = ZERO_VALUE if name == "zvc" else [codec(name)]
     medium = open_medium(url, capacity_bytes=capacity_bytes)
     try:
         return Encoded(medium, codecs=codecs)

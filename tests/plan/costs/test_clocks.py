@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide import registry
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import IDENTITY, CodecCost, Plan, Problem, Swap
+from lowtide.core.plan import IDENTITY, CodecCost, Plan, Problem, SampledRatio, Swap
 from lowtide.core.trace import Gap, Kind, Reach, Storage, Trace
 from lowtide.core.trace import Phase as Training
 from lowtide.plan.costs.sweep import Sweep, predict
@@ -31,6 +31,9 @@ def planned(draw: st.DrawFn) -> tuple[Problem, Plan]:
         problem = replace(problem, machine=Machine(name="two", links=both), tiers=("spill", "host"))
     if draw(st.booleans()):
         problem = replace(problem, codecs=(IDENTITY, HALF))
+        shares = st.dictionaries(st.integers(0, len(problem.trace.storages) - 1), st.floats(0.0, 1.2), max_size=4)
+        sampled = (SampledRatio(storage=key, codec="half", ratio=ratio) for key, ratio in draw(shares).items())
+        problem = replace(problem, sampled=tuple(sampled))
     plan = draw(plans(problem))
     return _with_enough(problem, plan), plan
 

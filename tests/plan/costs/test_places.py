@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lowtide.core.machine import Access, Link, Machine
-from lowtide.core.plan import MeasuredTime, Place, Plan, Problem
+from lowtide.core.plan import IDENTITY, CodecCost, MeasuredTime, Place, Plan, Problem, Swap
 from lowtide.core.serialize import dumps, loads
 from lowtide.core.trace import Kind, Reach, Storage, Trace
 from lowtide.core.trace import Phase as Training
@@ -243,3 +243,12 @@ def test_two_places_of_one_storage_do_not_overlap_in_the_next_step_either() -> N
 def test_an_executor_that_cannot_place_refuses_the_plan() -> None:
     with pytest.raises(PlanError, match=r"V1: .* executor cannot do \(can_place is false"):
         check_executable(plan_of(ACTIVATION), replace(PROBLEM, can_place=False))
+
+
+def test_what_operators_use_in_place_is_not_encoded() -> None:
+    gap = next(gap for gap in PROBLEM.trace.gaps() if gap.storage == 0)
+    coded = Plan(policy="test", budget_bytes=300, swaps=(Swap(gap=gap, fetch_op=gap.before_op, codec="zvc"),))
+    known = replace(PROBLEM, codecs=(IDENTITY, CodecCost(name="zvc", ratio=0.5)))
+    with pytest.raises(PlanError, match=r"V1: .* through codec 'zvc' to 'spill', whose pages operators use in place"):
+        check_executable(coded, known)
+    check_executable(coded, replace(known, can_place=False))

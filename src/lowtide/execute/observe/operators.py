@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lowtide.compiled import Library, Torch, build
 from lowtide.errors import NativeUnavailable
-from lowtide.memory.native.build import Library, build
 
 _NATIVE = Path(__file__).parent / "native"
 _LIBRARY = Library(
@@ -85,9 +85,8 @@ _loaded: _Native | None = None
 @cache
 def _tried() -> _Native | str:
     global _loaded
-    torch_dir = Path(torch.__file__).parent
     try:
-        _loaded = _Native(build(torch_dir, torch.__version__, torch.compiled_with_cxx11_abi(), _LIBRARY))
+        _loaded = _Native(build(_LIBRARY, Torch.here()))
     except (NativeUnavailable, OSError) as error:
         return str(error)
     return _loaded

@@ -24,6 +24,7 @@ from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Moved, Traffic, link_seen
 from lowtide.execute.backends.oom_messages import may_be_refusal
+from lowtide.execute.tide.encoding import Samples, codec_costs
 from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.places import located
@@ -64,6 +65,7 @@ class CpuTide(Tide):
         self._signature_of: dict[int, tuple[object, ...]] = {}  # by the native number of its plan
         self._next_plan = -1
         self._taught = Taught()
+        self._samples: dict[Hashable, Samples] = {}
         self._storages_of: dict[Hashable, list[int]] = {}  # by the plan's numbers, of plans that may change
         self._revisions = 0
         self._trace: Trace | None = None
@@ -236,6 +238,10 @@ class CpuTide(Tide):
             can_recompute=self._recomputes,
             can_place=bool(self._machine.addressable),
         )
+        if self._memory.codecs and recorded.trace.peak_bytes > self._budget_bytes:
+            samples = self._samples.setdefault(signature, Samples())
+            samples.note(recorded, self._memory.take_samples())
+            problem = replace(problem, codecs=codec_costs(self._memory.codecs), sampled=samples.ratios(recorded))
         return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
 
     def _follow(self, planned: Planned, signature: tuple[object, ...]) -> int:
@@ -276,6 +282,7 @@ class CpuTide(Tide):
     def _add(self, schedule: RangeSchedule) -> int:
         native = self._memory.native
         tiers = {name: number for number, name in enumerate(self._memory.tiers, start=self._memory.first_tier)}
+        coders = self._memory.coders
         return native.plan_add(
             names=[native.name_id(name) for name in schedule.names],
             storages=[
@@ -290,7 +297,10 @@ class CpuTide(Tide):
                 for one in schedule.storages
             ],
             uses=[one.uses for one in schedule.storages],
-            actions=[(one.op, int(one.kind), one.storage, tiers[one.tier], one.remake) for one in schedule.actions],
+            actions=[
+                (one.op, int(one.kind), one.storage, tiers[one.tier], one.remake, coders[one.codec])
+                for one in schedule.actions
+            ],
             remade=schedule.remakes,
         )
 

@@ -35,6 +35,7 @@ def fit(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    codecs: Sequence[str] | None = None,
 ) -> Tide:
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
@@ -45,7 +46,8 @@ def fit(
     budget: "pmem:///path", "cxl:" or "numa:1"; budget={"cpu": ..., "slow": ...} bounds it. `policy`: a registered name
     or an object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `recompute`:
     whether the policy may run operators again instead of moving bytes (None: if it can; under torch.compile, where that
-    is not possible, it swaps). `model` and `optimizer` (one, several or none) are not changed; they tell parameters
+    is not possible, it swaps). `codecs`: the lossless ones that plans may swap through, on the CPU (None: the usual
+    ones; an empty list: none). `model` and `optimizer` (one, several or none) are not changed; they tell parameters
     from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
@@ -59,6 +61,7 @@ def fit(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        codecs=codecs,
     )
 
 
@@ -73,6 +76,7 @@ def open_tide(
     slow: Slow = None,
     recompute: bool | None = None,
     moves_nothing: bool = False,
+    codecs: Sequence[str] | None = None,
 ) -> Tide:
     """Return a tide for a training, as `fit` explains; `moves_nothing`: it only watches."""
     registry.policy(policy)  # nothing is opened for one that does not exist
@@ -96,6 +100,12 @@ def open_tide(
             policy=registry.policy(policy),
             verify=verify,
             recompute=recompute,
+            codecs=codecs,
+        )
+    if codecs:
+        raise BadArgument(
+            "codecs are for trainings on the CPU, with a policy whose plans are followed natively and on Linux: "
+            "leave codecs= out here, or put one before the spill, as in file+zvc:///fast/disk"
         )
     if slow is not None:
         raise BadArgument(
@@ -143,8 +153,9 @@ def _on_pages(
     policy: Policy,
     verify: bool,
     recompute: bool | None,
+    codecs: Sequence[str] | None,
 ) -> Tide:
-    opened = open_ranges(budgets, spill=spill, slow=slow, order=policy.about.victims, verify=verify)
+    opened = open_ranges(budgets, spill=spill, slow=slow, order=policy.about.victims, verify=verify, codecs=codecs)
     return CpuTide(
         models,
         optimizers,

@@ -16,6 +16,7 @@ from lowtide.estimate.calibrate import SPILL, assumed_machine
 from lowtide.estimate.links import machine_for
 from lowtide.estimate.slow_memory import SLOW, with_slow_memory
 from lowtide.execute.backends.protocol import Backend
+from lowtide.execute.tide.encoding import open_codecs
 from lowtide.memory import ranges
 from lowtide.memory.budget import (
     BudgetLike,
@@ -116,9 +117,15 @@ def budgets_for(
 
 
 def open_ranges(
-    budgets: Budgets, *, spill: Spill, slow: Slow = None, order: Order = Order.OLDEST, verify: bool = False
+    budgets: Budgets,
+    *,
+    spill: Spill,
+    slow: Slow = None,
+    order: Order = Order.OLDEST,
+    verify: bool = False,
+    codecs: Sequence[str] | None = None,
 ) -> OpenedRanges:
-    """Return the CPU's memory, whose tensors may leave to `spill`, and be used in `slow` memory.
+    """Return the CPU's memory, whose tensors may leave to `spill` through `codecs`, and be used in `slow` memory.
 
     Raises `NativeUnavailable` before it opens these.
     """
@@ -138,7 +145,14 @@ def open_ranges(
             media, rates = {SLOW: below, **media}, {SLOW: slow_rates(machine, SLOW, below)}
             name = f"{below.place}, {name}"
         least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
-        memory = RangeMemory(media, least_bytes=least_bytes, order=order, verify=verify, slow=rates)
+        memory = RangeMemory(
+            media,
+            least_bytes=least_bytes,
+            order=order,
+            verify=verify,
+            slow=rates,
+            codecs=open_codecs(codecs, medium),
+        )
         opened.pop_all()
     return OpenedRanges(memory=memory, machine=machine, spill_name=name)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from pathlib import Path
 
+from lowtide.compiled import Torch, build, build_quietly, compiler, library_path
 from lowtide.errors import NativeUnavailable
 from lowtide.memory.native.bindings import Native
-from lowtide.memory.native.build import build, build_quietly, compiler, library_path
+from lowtide.memory.native.library import NATIVE
 
 __all__ = ["Native", "build_quietly", "load", "status"]
 
@@ -24,10 +24,8 @@ def load() -> Native:
 @cache
 def _tried() -> Native | str:
     """Return the native part or why there is none; once, because a build that fails takes as long as one that works."""
-    import torch
-
     try:
-        path = build(Path(torch.__file__).parent, torch.__version__, torch.compiled_with_cxx11_abi())
+        path = build(NATIVE, Torch.here())
     except NativeUnavailable as error:
         return str(error)
     try:
@@ -41,9 +39,7 @@ def status() -> dict[str, object]:
     found: dict[str, object] = {"compiler": compiler(), "built": False, "usable": False, "reason": ""}
     if importlib.util.find_spec("torch") is None:
         return found | {"reason": "torch is not installed"}
-    import torch
-
-    found["built"] = library_path(torch.__version__).exists()
+    found["built"] = library_path(NATIVE, Torch.here()).exists()
     try:
         load()
     except NativeUnavailable as error:

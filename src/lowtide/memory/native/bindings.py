@@ -16,6 +16,8 @@ from lowtide.core.order import Order
 
 PressureCallback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+EncodeCallback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+DecodeCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 SHORT_READ = 10001
 SOURCE_CUT = 10005
@@ -111,6 +113,9 @@ class RangeCounters:
     `slow` bytes are in slow memory, in place, `peak_slow` at most; `in_place` operators touched them, which took them
     `charged_ns` longer. `placed` bytes migrated there, `fetched` back, and `born_slow` were allocated there;
     `compacted` moved within it.
+
+    `written` and `read` are what tiers had of it. `encoded` bytes passed through a codec on their way out, `decoded`
+    on their way back; `unencoded` were to and went as they were, for the codec did not shorten or could not hold them.
     """
 
     leaving: int
@@ -139,6 +144,9 @@ class RangeCounters:
     fetched: int
     born_slow: int
     compacted: int
+    encoded: int
+    decoded: int
+    unencoded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +321,9 @@ class Native:
         self.announce = quick("lt_announce", None, integer)
         self.adopt = quick("lt_adopt", i64, pointer)
         self.leave_all = waiting("lt_leave_all", None)
-        self.leave = waiting("lt_leave", integer, pointer, integer)
+        self._leave = waiting("lt_leave", integer, pointer, integer, integer)
+        self._coder_add = quick("lt_coder_add", integer, pointer, pointer, integer, integer)
+        self._take_samples = quick("lt_take_samples", i64, pointer, i64)
         self.place_in = waiting("lt_place_in", integer, pointer, integer)
         self.fetch = waiting("lt_fetch", integer, pointer)
         self._place = quick("lt_place", integer, pointer)
@@ -473,6 +483,38 @@ class Native:
         rows = [value for row in places for value in row]
         return self._source_add(fd, direct, len(places), (ctypes.c_int64 * max(len(rows), 1))(*rows))
 
+    def leave(self, tensor_address: int, tier: int, coder: int = 0) -> int:
+        """Start to give a tensor's pages up, through a codec by its number; return 0, or -1 if they cannot leave."""
+        return self._leave(tensor_address, tier, coder)
+
+    def coder_add(self, addresses: tuple[int, int], *, exact: bool) -> int:
+        """Add a codec by its native functions (`Kernel.addresses`), and return its number; ranges_stop forgets it."""
+        return self._coder_add(*addresses, exact, 0)
+
+    def coder_add_python(
+        self, encode: Callable[[int, int, int, int], int], decode: Callable[[int, int, int, int], int], *, exact: bool
+    ) -> int:
+        """Add a codec that is written in Python: called as the native functions are, on movers' threads."""
+        encode_call, decode_call = EncodeCallback(encode), DecodeCallback(decode)
+        self._kept_tiers += [encode_call, decode_call]  # ctypes would free them while the movers still call them
+        encode_at, decode_at = (ctypes.cast(call, ctypes.c_void_p) for call in (encode_call, decode_call))
+        return self._coder_add(encode_at, decode_at, exact, 1)
+
+    def take_samples(self) -> dict[int, dict[int, float]]:
+        """Return what codecs would leave of ranges that left while the log was on: by serial and number; once."""
+        most = 0
+        while True:
+            out = (ctypes.c_double * (3 * most))()
+            count = self._take_samples(out, most)
+            if count <= most:
+                break
+            most = count + 64
+        found: dict[int, dict[int, float]] = {}
+        for row in range(count):
+            serial, coder, share = out[3 * row : 3 * row + 3]
+            found.setdefault(int(serial), {})[int(coder)] = share
+        return found
+
     def ranges_stop(self, *, bring_back: bool) -> int:
         """Let nothing leave any more; return an errno for what could not be read back, or 0."""
         error = self._ranges_stop(bring_back)
@@ -544,7 +586,7 @@ class Native:
         names: Sequence[int],
         storages: Sequence[tuple[int, int, int, int, int, int, int]],
         uses: Sequence[Sequence[int]],
-        actions: Sequence[tuple[int, int, int, int, int]],
+        actions: Sequence[tuple[int, int, int, int, int, int]],
         remade: Sequence[Sequence[int]] = (),
     ) -> int:
         """Add a compiled plan and return its number; tide.cpp says what the columns of each row are."""

@@ -1,5 +1,6 @@
 // A range: the addresses of one large block of tensor memory, which stay while its pages come and go.
 #pragma once
+#include "coder.h"
 #include "lowtide.h"
 
 #include <list>
@@ -22,7 +23,8 @@ enum class Place : uint8_t {
 // Where a tier keeps a range's bytes (offset -1: nowhere).
 struct Slot {
   int32_t tier = 0;
-  int64_t offset = -1;
+  int64_t offset = -1;             // of encoded bytes 0: their frames have their own
+  std::shared_ptr<Frames> frames;  // see Note [Encoded]
 };
 
 struct Range {
@@ -44,6 +46,7 @@ struct Range {
   int lost = 0;             // why its bytes could not be read back, or 0: see Note [Lost]
   bool filled = false;      // it has pages, and nothing of its own in them
   int32_t leave_tier = 0;
+  int32_t leave_coder = 0;
   int pins = 0;             // operators that use it now, and those it was lent to
   int64_t last_touch = 0;   // by the clock of touches
   int64_t cached_at = -1;   // by the clock of touched bytes: see Note [Charging]

@@ -18,6 +18,9 @@ constexpr int64_t kTransferChunk = 8 << 20;
 constexpr int64_t kGrace = 2;  // the last touches that may not be undone; see Note [Grace]
 constexpr int64_t kMostThrashing = 64;
 constexpr int kThreadsOfSources = 3;  // measured: a fifth more bytes per second than with two
+constexpr int64_t kSampledPages = 16;
+
+thread_local BlobBuffer blobs;
 
 }  // namespace
 
@@ -181,7 +184,7 @@ void Ranges::unpin(Range* range) {
   if (range->filled && !range->lost) unfill(range);
   if (range->leave_asked) {
     range->leave_asked = false;
-    if (may_leave(range)) leave(range, range->leave_tier, range->leave_placed);
+    if (may_leave(range)) leave(range, range->leave_tier, range->leave_placed, range->leave_coder);
   }
   if (pages().is_of_file(range->start)) leave(range, schedule().tier_of(range));
   progress();
@@ -361,7 +364,7 @@ void Ranges::fetch_slow_waiting(int64_t serial, std::unique_lock<std::mutex>& gu
 bool Ranges::call_back(Range* range) {
   Transfer* transfer = range->transfer;
   // Files are written from pages that the kernel holds meanwhile; a checksum or a medium in Python reads the addresses.
-  if (transfer->summing || (transfer->pending > 0 && tiers[transfer->slot.tier].call)) {
+  if (transfer->summing || transfer->reading > 0 || (transfer->pending > 0 && tiers[transfer->slot.tier].call)) {
     transfer->recalled = true;
     return false;
   }
@@ -575,7 +578,12 @@ void Ranges::give_slot(Slot& slot, int64_t bytes, int64_t forks) {
 
 void Ranges::give_extent(const Slot& slot, int64_t bytes) {
   if (tiers[slot.tier].source) return;
-  tiers[slot.tier].extents.give(slot.offset, bytes);
+  if (!slot.frames) {
+    tiers[slot.tier].extents.give(slot.offset, bytes);
+  } else {
+    for (const Frame& frame : slot.frames->frames)
+      if (frame.offset >= 0) tiers[slot.tier].extents.give(frame.offset, frame.stored);
+  }
   if (!crowded_) return;
   crowded_ = false;
   for (Range* range : by_age_) range->crowded_out = false;
@@ -604,15 +612,19 @@ void Ranges::bury_children() {
   buried_ = std::move(kept);
 }
 
-bool Ranges::leave(Range* range, int32_t tier, bool placed) {
+bool Ranges::leave(Range* range, int32_t tier, bool placed, int32_t coder) {
   if (!is_loose(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
   bool clean = is_clean(range) && (!placed || range->slot.tier == tier);
   if (!clean) {
     bury_children();
-    if (range->slot.offset >= 0 && (range->slot.tier != tier || is_shared(range->slot_forks)))
+    if (range->slot.offset >= 0 &&
+        (range->slot.tier != tier || range->slot.frames || coder || is_shared(range->slot_forks)))
       give_slot(range->slot, range->bytes, range->slot_forks);
-    if (range->slot.offset < 0) {
+    if (coder) {
+      auto pieces = static_cast<size_t>((range->bytes + kTransferChunk - 1) / kTransferChunk);
+      range->slot = Slot{tier, 0, std::make_shared<Frames>(Frames{coder, std::vector<Frame>(pieces)})};
+    } else if (range->slot.offset < 0) {
       int error = 0;
       range->slot = Slot{tier, take_slot(tier, range->bytes, error)};
       if (range->slot.offset < 0 && tiers[tier].addressable) {
@@ -915,32 +927,123 @@ void Ranges::work() {
     ++transfer->pending;
     if (transfer->issued == transfer->bytes) queue.pop_front();
     bool skip = transfer->error != 0 || transfer->cancelled || transfer->recalled;
-    char* data = transfer->data;
-    Tier& tier = tiers[transfer->slot.tier];
-    int64_t paced_until = 0;
-    if (tier.addressable && !skip)
-      paced_until = tier.link.end_of(
-          tier.rates, transfer->write, n, at == 0 && !transfer->joins, transfer->awaited);
-    if (!tier.call) ++transferring_;  // see Note [Fork]
-    auto begun = meter.begin(transfer->write);
-    guard.unlock();
-    int error = skip ? 0 : tier.move(transfer->write, data + at, n, transfer->slot.offset + at);
-    if (tier.rates.charges() && !error) pass_until(paced_until);
-    guard.lock();
-    if (!tier.call) --transferring_;
-    int64_t done = skip || error ? 0 : n;
-    meter.end(transfer->write, begun, done, static_cast<double>(done) / static_cast<double>(transfer->bytes));
-    (transfer->write ? counted.written : counted.read) += done;  // cancelled or not: the tier has had the traffic
-    Tier& moved = tiers[transfer->slot.tier];
-    (transfer->write ? moved.written_bytes : moved.read_bytes) += done;
-    idle_.notify_all();
+    int error = skip ? 0 : move_piece(transfer, at, n, guard);
     if (error && !transfer->error) transfer->error = error;
     if (--transfer->pending == 0 && transfer->issued == transfer->bytes) finish(transfer, guard);
   }
 }
 
+int Ranges::move_piece(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard) {
+  if (transfer->write && at == 0 && coders.size() > 1 && logging.load(std::memory_order_relaxed)) {
+    sample(transfer, guard);
+    if (transfer->cancelled || transfer->recalled) return 0;
+  }
+  if (transfer->slot.frames)
+    return transfer->write ? write_frame(transfer, at, n, guard) : read_frame(transfer, at, n, guard);
+  double share = static_cast<double>(n) / static_cast<double>(transfer->bytes);
+  return move_counted(transfer, transfer->data + at, n, transfer->slot.offset + at, share, guard);
+}
+
+int Ranges::move_counted(
+    Transfer* transfer, char* data, int64_t n, int64_t offset, double share, std::unique_lock<std::mutex>& guard) {
+  Tier& tier = tiers[transfer->slot.tier];
+  bool write = transfer->write;
+  int64_t paced_until = 0;
+  if (tier.addressable)
+    paced_until = tier.link.end_of(
+        tier.rates, write, n, offset == transfer->slot.offset && !transfer->joins, transfer->awaited);
+  if (!tier.call) ++transferring_;  // see Note [Fork]
+  auto begun = meter.begin(write);
+  guard.unlock();
+  int error = tier.move(write, data, n, offset);
+  if (tier.rates.charges() && !error) pass_until(paced_until);
+  guard.lock();
+  if (!tier.call) --transferring_;
+  int64_t done = error ? 0 : n;
+  meter.end(write, begun, done, error ? 0 : share);
+  (write ? counted.written : counted.read) += done;  // cancelled or not: the tier has had the traffic
+  (write ? tier.written_bytes : tier.read_bytes) += done;
+  idle_.notify_all();
+  return error;
+}
+
+// See Note [Encoded].
+int Ranges::write_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard) {
+  std::shared_ptr<Frames> frames = transfer->slot.frames;
+  Coder coder = coders[frames->coder];
+  char* data = transfer->data + at;
+  ++transfer->reading;
+  guard.unlock();
+  char* buffer = blobs.get(kTransferChunk);
+  int64_t blob = buffer ? std::max<int64_t>(coder.encode(data, n, buffer, n - kPage), 0) : 0;
+  int64_t stored = blob ? round_to_page(blob) : n;
+  if (blob) std::memset(buffer + blob, 0, stored - blob);  // what it held before is another tensor's
+  guard.lock();
+  --transfer->reading;
+  (blob ? counted.encoded : counted.unencoded) += n;
+  if (transfer->cancelled || transfer->recalled) return 0;
+  int error = 0;
+  Frame frame{take_slot(transfer->slot.tier, stored, error), stored, blob};
+  if (frame.offset < 0) return error;
+  frames->frames[at / kTransferChunk] = frame;
+  double share = static_cast<double>(n) / static_cast<double>(transfer->bytes);
+  return move_counted(transfer, blob ? buffer : data, stored, frame.offset, share, guard);
+}
+
+int Ranges::read_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard) {
+  Frame frame = transfer->slot.frames->frames[at / kTransferChunk];
+  Coder coder = coders[transfer->slot.frames->coder];
+  char* buffer = frame.blob ? blobs.get(kTransferChunk) : transfer->data + at;
+  if (!buffer) return ENOMEM;
+  double share = static_cast<double>(n) / static_cast<double>(transfer->bytes);
+  int error = move_counted(transfer, buffer, frame.stored, frame.offset, share, guard);
+  if (error || !frame.blob || transfer->cancelled) return error;
+  char* data = transfer->data + at;
+  guard.unlock();
+  bool whole = coder.decode(buffer, frame.blob, data, n) == 0;
+  guard.lock();
+  counted.decoded += n;
+  return whole ? 0 : kCorrupted;
+}
+
+int Ranges::read_slot(const Tier& tier, const Coder& coder, const Slot& slot, char* room, int64_t bytes) {
+  if (!slot.frames) return tier.move(false, room, bytes, slot.offset);
+  for (int64_t at = 0; at < bytes; at += kTransferChunk) {
+    int64_t n = std::min(kTransferChunk, bytes - at);
+    const Frame& frame = slot.frames->frames[at / kTransferChunk];
+    char* buffer = frame.blob ? blobs.get(kTransferChunk) : room + at;
+    if (!buffer) return ENOMEM;
+    if (int error = tier.move(false, buffer, frame.stored, frame.offset)) return error;
+    if (frame.blob && coder.decode(buffer, frame.blob, room + at, n) != 0) return kCorrupted;
+  }
+  return 0;
+}
+
+void Ranges::sample(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
+  Range* range = transfer->range;
+  if (!range || samples.count(range->serial)) return;
+  int64_t serial = range->serial, all = transfer->bytes / kPage, some = std::min(kSampledPages, all);
+  std::vector<Coder> tried(coders.begin(), coders.end());
+  ++transfer->reading;
+  guard.unlock();
+  std::vector<double> shares(tried.size(), 1.0);
+  int64_t bytes = some * kPage;
+  if (char* buffer = blobs.get(kTransferChunk)) {
+    for (int64_t k = 0; k < some; ++k)
+      std::memcpy(buffer + k * kPage, transfer->data + (all * k / some) * kPage, kPage);
+    for (size_t coder = 1; coder < tried.size(); ++coder) {
+      int64_t blob = tried[coder].encode(buffer, bytes, buffer + bytes, bytes);
+      if (blob >= 0) shares[coder] = static_cast<double>(blob) / static_cast<double>(bytes);
+    }
+  }
+  guard.lock();
+  --transfer->reading;
+  samples.emplace(serial, std::move(shares));
+}
+
 void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
-  if (verify && !transfer->error && !transfer->cancelled && !transfer->recalled) {
+  bool exact = !transfer->slot.frames || coders[transfer->slot.frames->coder].exact;
+  if (verify && exact && !transfer->error && !transfer->cancelled && !transfer->recalled) {
     transfer->summing = true;
     ++transferring_;  // a fork waits for this too
     guard.unlock();
@@ -1005,9 +1108,12 @@ void Ranges::finish_write(Transfer* transfer) {
     // R4: a failed write keeps the value in memory, and says so.
     failed_write_ = {transfer->error, true, transfer->bytes, transfer->slot.tier};
     write_failed = true;
+    // A frame finds out only now that its tier is full.
+    bool full = transfer->error == ENOSPC && range->slot.frames;
     give_slot(range->slot, range->bytes, range->slot_forks);
     range->dirty = true;
-    range->stuck = true;
+    (full ? range->crowded_out : range->stuck) = true;
+    crowded_ = crowded_ || full;
     settle(range, transfer->data, transfer->huge);
     return;
   }
@@ -1057,6 +1163,8 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
   counted.charged_ns = counted.in_place = counted.placed = counted.fetched = 0;
   counted.born_slow = counted.compacted = 0;
+  counted.encoded = counted.decoded = counted.unencoded = 0;
+  samples.clear();
   counted.peak_slow = counted.slow;
   remakes().counted = {};
   meter.forget();
@@ -1109,6 +1217,7 @@ int Ranges::stop_waiting(bool bring_back) {
   }
   pages().use_file(-1);
   tiers.clear();
+  coders.resize(1);
   buried_.clear();
   for (const Child& child : children_) close(child.pipe);
   children_.clear();
@@ -1204,8 +1313,9 @@ bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& 
   int64_t bytes = range->bytes;
   Slot slot = range->slot;
   const Tier& tier = tiers[slot.tier];
+  const Coder& coder = coders[slot.frames ? slot.frames->coder : 0];
   guard.unlock();  // a medium in Python takes the GIL, and another thread of the child may have it
-  bool whole = tier.move(false, room, bytes, slot.offset) == 0;
+  bool whole = read_slot(tier, coder, slot, room, bytes) == 0;
   bool same = whole && (!range->summed || checksum_of(room, bytes) == range->checksum);
   guard.lock();
   bool wanted = range->serial == serial && range->place != Place::kHere;

@@ -74,6 +74,7 @@ struct Transfer {
   bool cancelled = false;  // its range is gone, or has its pages back
   bool recalled = false;   // its range wants the pages back once nobody reads them
   bool summing = false;    // a checksum is being made of its pages
+  int reading = 0;         // movers that read its pages at their addresses
   bool awaited = false;    // somebody cannot go on without it
   int64_t issued = 0;
   int pending = 0;
@@ -82,7 +83,9 @@ struct Transfer {
 
 struct RangeCounters {
   int64_t leaving = 0, arriving = 0;  // bytes in flight
-  int64_t written = 0, read = 0;
+  int64_t written = 0, read = 0;        // of the tiers, so of what is encoded the blobs
+  int64_t encoded = 0, decoded = 0;     // bytes that passed through a codec
+  int64_t unencoded = 0;                // bytes that were to, and went as they were: see Note [Encoded]
   int64_t released = 0;  // bytes given up without a write: clean
   int64_t faults = 0, write_faults = 0, touches = 0;
   int64_t waits = 0, wait_ns = 0;
@@ -109,6 +112,7 @@ class Ranges {
   RangeCounters counted;
   Meter meter;
   std::deque<Tier> tiers;  // the movers hold references to them
+  std::deque<Coder> coders = {Coder{}};  // the first stands for none
   bool verify = false;
   int64_t least_bytes = kLarge;  // smaller ranges never leave
   bool announcing = true;        // operators bring their operands back before they run; else faults do
@@ -198,7 +202,8 @@ class Ranges {
   static bool is_discarded(const Range* range);
 
   // Start to give a range's pages up; false if that is not possible now. `placed`: operators touch it in place there.
-  bool leave(Range* range, int32_t tier, bool placed = false);
+  // `coder`: the codec that its bytes pass through (0: none).
+  bool leave(Range* range, int32_t tier, bool placed = false, int32_t coder = 0);
   // Free `need` bytes at once by what operators use now, which they go on to use in slow memory. False: there is none.
   bool displace(int64_t need);
   // Give a lost range pages all the same: see Note [Lost].
@@ -245,9 +250,10 @@ class Ranges {
   void abandon_in_child();
   // Give slots back that only children needed who are gone.
   void bury_children();
-  // Whether a medium is written in Python: whoever waits for it must not hold the GIL.
+  // Whether a medium or a codec is written in Python: whoever waits for it must not hold the GIL.
   bool needs_gil() const {
-    return std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; });
+    return std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.call != nullptr; }) ||
+        std::any_of(coders.begin(), coders.end(), [](const Coder& coder) { return coder.in_python; });
   }
 
   // Whether there is trouble that the next allocation has to raise: a read that failed, or memory beyond the budget.
@@ -275,6 +281,8 @@ class Ranges {
   int64_t count() const {
     return static_cast<int64_t>(by_serial_.size());
   }
+  // What codecs would leave of ranges that left while the log was on: shares by serial, one for each coder.
+  std::unordered_map<int64_t, std::vector<double>> samples;
   template <typename Visit>
   void each(Visit visit) {
     for (Range* range : by_age_) visit(range);
@@ -291,6 +299,17 @@ class Ranges {
   void take_off_file(Range* range);
   void unfill(Range* range);
   void finish(Transfer* transfer, std::unique_lock<std::mutex>& guard);
+  // Move one piece of a transfer, as it is or as a frame. Returns 0, an errno or one of tier.h's codes.
+  int move_piece(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard);
+  int write_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard);
+  int read_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard);
+  // Move whole pages to or from a tier, and count them.
+  int move_counted(
+      Transfer* transfer, char* data, int64_t n, int64_t offset, double share, std::unique_lock<std::mutex>& guard);
+  // Fill `room` from a slot, on this thread.
+  static int read_slot(const Tier& tier, const Coder& coder, const Slot& slot, char* room, int64_t bytes);
+  // See what codecs would leave of a range that leaves, from some of its pages.
+  void sample(Transfer* transfer, std::unique_lock<std::mutex>& guard);
   void finish_write(Transfer* transfer);
   void finish_read(Transfer* transfer);
   // Give a leaving range its pages back. False: somebody still reads them; they come back when that ends.

@@ -154,6 +154,7 @@ void Schedule::discard(Range* range, const Action& action) {
     range->leave_asked = true;
     range->leave_placed = false;
     range->leave_tier = action.tier;
+    range->leave_coder = 0;
   } else {
     ranges().leave(range, action.tier);
   }
@@ -208,10 +209,11 @@ std::vector<int64_t> Schedule::do_actions() {
       range->leave_asked = true;
       range->leave_tier = action.tier;
       range->leave_placed = placed;
+      range->leave_coder = action.coder;
     } else if (placed && range->place == Place::kAway && range->slot.tier == action.tier) {
       all.settle_slow(range, nullptr);
     } else {
-      all.leave(range, action.tier, placed);
+      all.leave(range, action.tier, placed, action.coder);
     }
   }
   size_t left = 0;

@@ -19,6 +19,7 @@ struct Action {
   int32_t tier;
   int64_t storage;
   int64_t decision;  // of kDiscard
+  int32_t coder = 0;  // of kLeave
 };
 
 // An operator of a planned step that waited for a storage; `demanded`: nobody had asked for it before.

@@ -184,10 +184,34 @@ void lt_leave_all() {
 }
 
 // Start to give a tensor's pages up. Returns 0, or -1 if they cannot leave now.
-int lt_leave(c10::TensorImpl* tensor, int tier) {
+int lt_leave(c10::TensorImpl* tensor, int tier, int coder) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   Range* range = range_of(tensor);
-  return range && ranges().leave(range, tier) ? 0 : -1;
+  return range && ranges().leave(range, tier, false, coder) ? 0 : -1;
+}
+
+// Add a codec for plans to name. Returns its number.
+int lt_coder_add(EncodeCall encode, DecodeCall decode, int exact, int in_python) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().coders.push_back({encode, decode, exact != 0, in_python != 0});
+  return static_cast<int>(ranges().coders.size()) - 1;
+}
+
+// What codecs would leave of ranges that left while the log was on: serial, number of the codec, share; then forgotten.
+// Returns how many rows there are; `out` has room for `most`, and nothing is forgotten where that is too little.
+int64_t lt_take_samples(double* out, int64_t most) {
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  int64_t rows = 0;
+  for (const auto& [serial, shares] : ranges().samples) rows += static_cast<int64_t>(shares.size()) - 1;
+  if (rows > most) return rows;
+  for (const auto& [serial, shares] : ranges().samples)
+    for (size_t coder = 1; coder < shares.size(); ++coder) {
+      double row[] = {static_cast<double>(serial), static_cast<double>(coder), shares[coder]};
+      std::memcpy(out, row, sizeof(row));
+      out += 3;
+    }
+  ranges().samples.clear();
+  return rows;
 }
 
 // Start to have a tensor's pages in slow memory, where it is touched in place. Returns 0, or -1: not now.
@@ -305,7 +329,7 @@ int64_t lt_shrink() {
 // leaving, arriving, written, read, released, faults, write faults, touches, waits, wait ns, beyond, ranges, bytes away;
 // bytes discarded, calls that ran again, ns that took, trials, ranges that were not discarded; bytes in slow memory, the
 // most of them, ns charged, operators that touched them, bytes that migrated there and back, bytes that were made there,
-// bytes that moved within it
+// bytes that moved within it; bytes that were encoded, decoded, and not encoded after all
 void lt_range_counters(int64_t* out) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   const RangeCounters& c = ranges().counted;
@@ -316,7 +340,7 @@ void lt_range_counters(int64_t* out) {
                       c.write_faults, c.touches, c.waits, c.wait_ns, c.beyond, ranges().count(),
                       away, r.discarded, r.calls, r.ns, r.trials, r.refused,
                       c.slow, c.peak_slow, c.charged_ns, c.in_place, c.placed, c.fetched, c.born_slow,
-                      c.compacted};
+                      c.compacted, c.encoded, c.decoded, c.unencoded};
   std::memcpy(out, values, sizeof(values));
 }
 
@@ -349,7 +373,7 @@ void lt_take_trouble(int64_t* out) {
 
 // Compile a plan. `names`: of its operators. Storages: serial (-1: made in the step), operator before its birth and its
 // number there, bytes, tier, whether it leaves again, the slow memory that it begins in or -1. Uses: operators, by storage, from use_begin[i] to use_begin[i + 1].
-// Actions: operator, kind, storage, tier, decision. Decisions: operators, by decision, from remade_begin[i] to
+// Actions: operator, kind, storage, tier, decision, codec. Decisions: operators, by decision, from remade_begin[i] to
 // remade_begin[i + 1]. Returns its number.
 int64_t lt_plan_add(
     int64_t op_count,
@@ -380,8 +404,9 @@ int64_t lt_plan_add(
     plan->uses.emplace_back(uses + use_begin[i], uses + use_begin[i + 1]);
   }
   for (int64_t i = 0; i < action_count; ++i) {
-    const int64_t* row = actions + 5 * i;
-    plan->actions[row[0]].push_back({static_cast<int32_t>(row[1]), static_cast<int32_t>(row[3]), row[2], row[4]});
+    const int64_t* row = actions + 6 * i;
+    plan->actions[row[0]].push_back(
+        {static_cast<int32_t>(row[1]), static_cast<int32_t>(row[3]), row[2], row[4], static_cast<int32_t>(row[5])});
   }
   plan->remembered.resize(op_count);
   for (int64_t i = 0; i < decision_count; ++i) {

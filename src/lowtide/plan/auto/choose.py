@@ -61,14 +61,14 @@ def candidates(problem: Problem, facts: Sweep, gaps: Sequence[Gap] | None = None
         nbytes = facts.sizes[gap.storage]
         if nbytes == 0:
             continue
-        returns = facts.returns(gap)
+        returns, trip = facts.returns(gap), facts.trip(gap.storage)
         found.append(
             Candidate(
                 gap=gap,
                 nbytes=nbytes,
                 span_s=facts.at_s(gap.before_op) - facts.at_s(gap.after_op),
-                write_s=link.write_s(nbytes) if facts.can_write(gap.storage) else 0.0,
-                read_s=link.read_s(nbytes) if returns else 0.0,
+                write_s=trip.write_s + trip.encode_s if facts.can_write(gap.storage) else 0.0,
+                read_s=trip.read_s + trip.decode_s if returns else 0.0,
                 returns=returns,
                 worthwhile=nbytes >= small_bytes,
             )

@@ -42,11 +42,12 @@ def narrowed(one: Candidate, gap: Gap, facts: Sweep) -> Candidate:
     """Return a candidate for a part of its gap."""
     if gap == one.gap:
         return one
+    trip = facts.trip(gap.storage)
     return replace(
         one,
         gap=gap,
         span_s=facts.at_s(gap.before_op) - facts.at_s(gap.after_op),
-        read_s=facts.link.read_s(one.nbytes) if facts.returns(gap) else 0.0,
+        read_s=trip.read_s + trip.decode_s if facts.returns(gap) else 0.0,
         returns=facts.returns(gap),
     )
 

@@ -262,8 +262,8 @@ class Search:
     def winner(self) -> Attempt:
         """Return the attempt that moves least among the fastest."""
         fits = [one for one in self.tried if one.prediction.peak_bytes <= self.problem.budget_bytes] or self.tried
-        fastest_s = min(self._watched_s(one) for one in fits)
-        close = [one for one in fits if self._watched_s(one) <= fastest_s * (1 + NEGLIGIBLE)]
+        fastest_s = min(self.watched_s(one) for one in fits)
+        close = [one for one in fits if self.watched_s(one) <= fastest_s * (1 + NEGLIGIBLE)]
         return min(close, key=lambda one: (self._moved_bytes(one.prediction), one.prediction.step_s))
 
     def _moved_bytes(self, prediction: Prediction) -> int:
@@ -271,7 +271,8 @@ class Search:
         read_bytes = prediction.moved_in_bytes if self.facts.periodic else 0
         return prediction.moved_out_bytes + read_bytes
 
-    def _watched_s(self, one: Attempt) -> float:
+    def watched_s(self, one: Attempt) -> float:
+        """Return how long a step takes, with what watching it costs if operators are to run again."""
         return one.prediction.step_s + (self.problem.watch_s if one.recomputes else 0.0)
 
     def settled(self) -> bool:
@@ -298,6 +299,7 @@ class Search:
         return offers[min(bisect_right(sums, wanted_s), len(offers) - 1)][0]
 
     def _judge(self, swaps: tuple[Swap, ...], recomputes: tuple[Recompute, ...], *, mix: Mix | None) -> Outcome:
+        swaps = self.facts.encoded(swaps)
         outcome = self.facts.run(swaps, recomputes)
         self.tried.append(Attempt(swaps=swaps, recomputes=recomputes, outcome=outcome, mix=mix))
         return outcome
@@ -332,8 +334,8 @@ class Search:
             pressure.add(op, op + 1, lacking_bytes)
         for k, waited_s in outcome.late:
             gap = swaps[k].gap
-            read_s = self.facts.link.read_s(self.facts.sizes[gap.storage])
-            begin_s = self.facts.at_s(gap.before_op) - max(waited_s, read_s)
+            trip = self.facts.trip(gap.storage)
+            begin_s = self.facts.at_s(gap.before_op) - max(waited_s, trip.read_s + trip.decode_s)
             course = Course(start_s=self.facts.start_s, peak_bytes=self.facts.peak_bytes)
             begin = max(gap.after_op, course.op_at(begin_s))
             pressure.add(begin, gap.before_op, self.facts.sizes[gap.storage])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import CodecCost, Place, Problem
+from lowtide.core.plan import IDENTITY, CodecCost, Place, Problem
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.operator_times import OperatorTimes
@@ -66,7 +66,8 @@ class Options:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._codecs = {codec.name: codec for codec in problem.codecs}
-        self._swaps: dict[tuple[int, str, str], Option] = {}
+        self._sampled = {(one.storage, one.codec): one.ratio for one in problem.sampled}
+        self._swaps: dict[tuple[int, str, str, float], Option] = {}
         self._times = OperatorTimes(problem)
 
     def of(self, gap: Gap, *, recipe: Sequence[int] | None = None) -> tuple[Option, ...]:
@@ -74,7 +75,12 @@ class Options:
         nbytes = self._problem.trace.storages[gap.storage].nbytes
         rows = [self.keep(nbytes)]
         for tier in self._problem.tiers or (self._problem.tier,):
-            rows += [self.swap(nbytes, tier=tier, codec=codec) for codec in self._codecs]
+            in_place = tier in self._problem.addressable()
+            rows += [
+                self.swap(nbytes, tier=tier, codec=codec, storage=gap.storage)
+                for codec in self._codecs
+                if codec == IDENTITY.name or not in_place
+            ]
         if recipe is not None and self._problem.can_recompute:
             rows.append(self.recompute(gap, recipe))
         rows += [self.stay(gap, tier=tier) for tier in self._problem.addressable()]
@@ -84,11 +90,13 @@ class Options:
         """Return the row of a storage that stays."""
         return Option(choice=Choice.KEEP, kept_bytes=nbytes)
 
-    def swap(self, nbytes: int, *, tier: str, codec: str = "identity") -> Option:
-        """Return the row of a storage that goes to a tier through a codec."""
-        known = self._swaps.get((nbytes, tier, codec))
+    def swap(self, nbytes: int, *, tier: str, codec: str = "identity", storage: int | None = None) -> Option:
+        """Return the row of a storage that goes to a tier through a codec; what that leaves of it may be sampled."""
+        cost = self._codec(codec)
+        ratio = cost.ratio if storage is None else self._sampled.get((storage, codec), cost.ratio)
+        known = self._swaps.get((nbytes, tier, codec, ratio))
         if known is None:
-            known = self._swaps[nbytes, tier, codec] = self._swap(nbytes, tier, self._codec(codec))
+            known = self._swaps[nbytes, tier, codec, ratio] = self._swap(nbytes, tier, cost, ratio)
         return known
 
     def stay(self, gap: Gap, *, tier: str) -> Option:
@@ -144,9 +152,9 @@ class Options:
             transient_bytes=sum(trace.storages[storage].nbytes for storage in made - {gap.storage}),
         )
 
-    def _swap(self, nbytes: int, tier: str, codec: CodecCost) -> Option:
+    def _swap(self, nbytes: int, tier: str, codec: CodecCost, ratio: float) -> Option:
         link = link_to(self._problem.machine, tier)
-        link_bytes = nbytes if codec.ratio == 1 else round(nbytes * codec.ratio)
+        link_bytes = nbytes if ratio == 1 else round(nbytes * ratio)
         return Option(
             choice=Choice.SWAP,
             tier=tier,

@@ -19,13 +19,13 @@ The model (docs/policies.md states it in full; `verify/` replays it on its own):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import Place, Prediction, Problem, Recompute, Swap
+from lowtide.core.plan import IDENTITY, Place, Prediction, Problem, Recompute, Swap
 from lowtide.core.trace import Gap, Life, Reach, Trace
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.operator_times import OperatorTimes
@@ -84,9 +84,12 @@ class Outcome:
 
 
 class Sweep:
-    """The facts of one problem, ready to judge many sets of decisions."""
+    """The facts of one problem, ready to judge many sets of decisions.
 
-    def __init__(self, problem: Problem) -> None:
+    `codecs`: through which the problem's tier is reached by storages that are swapped, of those that have one.
+    """
+
+    def __init__(self, problem: Problem, *, codecs: Mapping[int, str] | None = None) -> None:
         trace = problem.trace
         self.trace = trace
         self._reruns: Reruns | None = None
@@ -94,6 +97,7 @@ class Sweep:
         self.tier = problem.tier
         self.link = link_of(problem)
         self.options = Options(problem)
+        self._codec_of = dict(codecs or {})
         self.writes = Writes(trace)
         self.budget_bytes = problem.budget_bytes
         self.periodic = trace.reach is Reach.TOUCHED
@@ -142,6 +146,22 @@ class Sweep:
     def due_op(self, swap: Swap) -> int:
         """Return the operator from which on the storage is in memory again."""
         return swap.arrived_op if swap.arrived_op is not None and self.returns(swap.gap) else swap.gap.before_op
+
+    def trip(self, storage: int) -> Option:
+        """Return what a swap of a storage to the problem's tier costs by itself."""
+        codec = self._codec_of.get(storage, IDENTITY.name)
+        return self.options.swap(self.sizes[storage], tier=self.tier, codec=codec, storage=storage)
+
+    def encoded(self, swaps: Sequence[Swap]) -> tuple[Swap, ...]:
+        """Return swaps through the codecs of their storages."""
+        if not self._codec_of:
+            return tuple(swaps)
+        return tuple(
+            replace(swap, codec=codec)
+            if swap.tier == self.tier and (codec := self._codec_of.get(swap.gap.storage)) is not None
+            else swap
+            for swap in swaps
+        )
 
     def at_s(self, op: int) -> float:
         """Return when an operator begins in a step without waits, counted from the start of the step; n is its end."""
@@ -272,7 +292,10 @@ class _Run:
             not back and facts.stays_away(swap.gap) for swap, back in zip(swaps, self.comes_back, strict=False)
         ] + list(map(facts.for_good, places))
         self.option: list[Option] = [
-            facts.options.swap(facts.sizes[swap.gap.storage], tier=swap.tier, codec=swap.codec) for swap in swaps
+            facts.options.swap(
+                facts.sizes[swap.gap.storage], tier=swap.tier, codec=swap.codec, storage=swap.gap.storage
+            )
+            for swap in swaps
         ] + facts.options.places(places)
         reruns = facts.reruns(swaps, recomputes)
         migrate = self.written[len(swaps) :]

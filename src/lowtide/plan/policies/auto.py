@@ -3,20 +3,24 @@
 The search (plan/auto/search.py) tries swaps by several ranks and targets until nothing is left to gain. If stalls
 remain and operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the
 classic policies compete as well, the best plans are polished, and the winner is improved gap by gap
-(plan/auto/exchange.py). Where operators can read slow memory in place, the best plan of places competes
-(plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that moves least wins.
+(plan/auto/exchange.py). If stalls remain and there are codecs, all of that is tried once more with every storage
+swapped through the codec that is fastest for it (plan/auto/encode.py). Where operators can read slow memory in place,
+the best plan of places competes (plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that
+moves least wins.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lowtide.core.plan import Plan, Prediction, Problem, Recompute, Swap
+from lowtide.core.plan import IDENTITY, Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
+from lowtide.plan.auto.encode import best_codecs
 from lowtide.plan.auto.exchange import exchange
 from lowtide.plan.auto.placed import Placed, best_placed, may_be_faster
-from lowtide.plan.auto.search import HEADROOM, NEGLIGIBLE, Search
+from lowtide.plan.auto.search import HEADROOM, NEGLIGIBLE, Attempt, Search
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.belady import furthest_next_use
 from lowtide.plan.policies.capuchin import Capuchin, triggered_earlier
@@ -64,10 +68,38 @@ class Auto:
                 f"{format_bytes(floor_bytes)}, so every gap is swapped and fetched on demand"
             )
             return self._plan(problem, swaps, facts.run(swaps).prediction, note=note)
+        search = self._searched(problem, facts)
+        best = search.winner()
+        if not search.settled() and (codecs := best_codecs(problem, facts.options)):
+            # Transfers through codecs are shorter: other gaps may be worth swapping, and fewer worth making again.
+            encoded = self._searched(problem, Sweep(problem, codecs=codecs), before=best)
+            other = encoded.winner()
+            faster = encoded.watched_s(other) < search.watched_s(best) * (1 - NEGLIGIBLE)
+            if faster and (best.outcome.over or not other.outcome.over):
+                search, best = encoded, other
+        prediction = best.prediction
+        if may_be_faster(problem) or prediction.step_s > (1 + NEGLIGIBLE) * problem.trace.duration_s:
+            placed = best_placed(problem, facts, negligible=NEGLIGIBLE)
+            if placed is not None and placed.prediction.step_s < prediction.step_s:
+                return self._placed(problem, placed)
+        note = (
+            f"swaps {len(best.swaps)} of {len(search.found)} gaps, {format_bytes(prediction.moved_out_bytes)}; "
+            f"predicted stall {format_seconds(prediction.stall_s)}"
+        )
+        if through := Counter(swap.codec for swap in best.swaps if swap.codec != IDENTITY.name):
+            note += "; through " + ", ".join(f"{name} {count}" for name, count in through.most_common())
+        if best.recomputes:
+            note += f"; makes {len(best.recomputes)} again in {format_seconds(prediction.recompute_s)}"
+        return self._plan(problem, best.swaps, prediction, note=note, recomputes=best.recomputes)
+
+    def _searched(self, problem: Problem, facts: Sweep, *, before: Attempt | None = None) -> Search:
+        """Return a search that has come to its end; `before`: the best of one with other facts, which competes."""
         search = Search(problem, facts)
         search.swap()
         if problem.can_recompute and not search.settled():
             search.discard()
+        if before is not None:
+            search.compete(before.swaps, before.recomputes)
         if not search.settled():
             # In a long step whose pages move, everything is several times as much as has to move.
             if not facts.periodic or search.items <= MOST_ITEMS_FOR_EVERYTHING:
@@ -78,19 +110,7 @@ class Auto:
                     search.compete(guided.swaps, guided.recomputes)
             search.polish()
             exchange(search)
-        best = search.winner()
-        prediction = best.prediction
-        if may_be_faster(problem) or prediction.step_s > (1 + NEGLIGIBLE) * problem.trace.duration_s:
-            placed = best_placed(problem, facts, negligible=NEGLIGIBLE)
-            if placed is not None and placed.prediction.step_s < prediction.step_s:
-                return self._placed(problem, placed)
-        note = (
-            f"swaps {len(best.swaps)} of {len(search.found)} gaps, {format_bytes(prediction.moved_out_bytes)}; "
-            f"predicted stall {format_seconds(prediction.stall_s)}"
-        )
-        if best.recomputes:
-            note += f"; makes {len(best.recomputes)} again in {format_seconds(prediction.recompute_s)}"
-        return self._plan(problem, best.swaps, prediction, note=note, recomputes=best.recomputes)
+        return search
 
     def _placed(self, problem: Problem, placed: Placed) -> Plan:
         """Return the plan of storages that live in slow memory."""

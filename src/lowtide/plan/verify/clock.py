@@ -493,7 +493,7 @@ def _trips(plan: Plan, problem: Problem, spans: Spans, writing: frozenset[int], 
                 _Trip(
                     swap=swap,
                     nbytes=nbytes,
-                    option=options.swap(nbytes, tier=swap.tier, codec=swap.codec),
+                    option=options.swap(nbytes, tier=swap.tier, codec=swap.codec, storage=swap.gap.storage),
                     leave_op=leave_op,
                     fetch_op=base + swap.fetch_op,
                     due_op=due_op,

@@ -122,6 +122,10 @@ def _check_place(swap: Swap, problem: Problem) -> None:
             f"V1: {label(swap)} uses codec {swap.codec!r}, whose cost is not known: "
             f"the problem's executor has {len(codecs)}, {codecs}"
         )
+    if swap.codec != "identity" and swap.tier in problem.addressable():
+        raise PlanError(
+            f"V1: {label(swap)} goes through codec {swap.codec!r} to {swap.tier!r}, whose pages operators use in place"
+        )
 
 
 def _check_moments(swap: Swap) -> None:

@@ -1,4 +1,7 @@
-"""Builds native libraries with one g++ call into a cache, once for each Python, torch and source."""
+"""Builds native libraries with one g++ call into a cache, once for each Python, torch and source.
+
+Those that use no torch are built without it, in a few seconds.
+"""
 
 from __future__ import annotations
 
@@ -31,42 +34,8 @@ class Library:
     sources: tuple[str, ...]
     headers: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("-O2",)
 
-
-NATIVE = Library(
-    name="liblowtide.so",
-    title="the native part",
-    build_s=20,
-    directory=Path(__file__).parent,
-    sources=(
-        "budget.cpp",
-        "calls.cpp",
-        "faults.cpp",
-        "mover.cpp",
-        "observe.cpp",
-        "ranges.cpp",
-        "records.cpp",
-        "remakes.cpp",
-        "schedule.cpp",
-        "tide.cpp",
-    ),
-    headers=(
-        "calls.h",
-        "checksum.h",
-        "lowtide.h",
-        "meter.h",
-        "mover.h",
-        "pages.h",
-        "range.h",
-        "ranges.h",
-        "remakes.h",
-        "runs.h",
-        "schedule.h",
-        "slow.h",
-        "source.h",
-        "tier.h",
-    ),
-)
 
 # Words of a failed compiler, and what helps; the first that fits is said.
 _REMEDIES = (
@@ -103,18 +72,40 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def library_path(torch_version: str, library: Library = NATIVE) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """The torch that a library is built for."""
+
+    directory: Path
+    version: str
+    cxx11_abi: bool
+
+    @classmethod
+    def here(cls) -> Torch:
+        """Return the one that is installed, which is imported for that."""
+        import torch
+
+        return cls(
+            directory=Path(torch.__file__).parent,
+            version=torch.__version__,
+            cxx11_abi=torch.compiled_with_cxx11_abi(),
+        )
+
+
+def library_path(library: Library, torch: Torch | None = None) -> Path:
     """Return where a library for this Python, torch and source belongs."""
     digest = hashlib.sha256()
     for path in (*(library.directory / name for name in (*library.sources, *library.headers)), Path(__file__)):
         digest.update(path.read_bytes())
-    digest.update(f"{torch_version} {sys.implementation.cache_tag} {sysconfig.get_platform()}".encode())
+    digest.update(
+        f"{torch.version if torch else None} {sys.implementation.cache_tag} {sysconfig.get_platform()}".encode()
+    )
     return cache_dir() / "native" / digest.hexdigest()[:16] / library.name
 
 
-def build(torch_dir: Path, torch_version: str, cxx11_abi: bool, library: Library = NATIVE) -> Path:
+def build(library: Library, torch: Torch | None = None) -> Path:
     """Return the built library, building it first where it is not in the cache yet."""
-    target = library_path(torch_version, library)
+    target = library_path(library, torch)
     _secure(target.parent.parent, library)
     _secure(target.parent, library)
     if _is_ours_alone(target):
@@ -130,7 +121,7 @@ def build(torch_dir: Path, torch_version: str, cxx11_abi: bool, library: Library
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             _announce(library)
-            _compile(library, cxx, made, torch_dir, cxx11_abi)
+            _compile(library, cxx, made, torch)
             made.chmod(0o755)
             made.replace(target)  # whole or not at all, whoever else builds it now
     except OSError as error:
@@ -199,25 +190,27 @@ def _as_one_unit(library: Library, scratch: Path) -> Path:
 _TORCH_INCLUDES = tuple(f"#include <{part}/" for part in ("ATen", "c10", "torch"))
 
 
-def _compile(library: Library, cxx: str, made: Path, torch_dir: Path, cxx11_abi: bool) -> None:
+def _torch_flags(torch: Torch) -> list[str]:
+    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}", f"-isystem{torch.directory / 'include'}"]
+
+
+def _compile(library: Library, cxx: str, made: Path, torch: Torch | None) -> None:
+    linked = [] if torch is None else [f"-L{torch.directory / 'lib'}", "-lc10", "-ltorch_cpu"]
     command = [
         cxx,
         "-std=c++20",
-        "-O2",
+        *library.flags,
         "-DNDEBUG",  # torch is built so, and some of its classes have other members without it
         "-fPIC",
         "-shared",
         "-pthread",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}",
-        f"-isystem{torch_dir / 'include'}",
+        *([] if torch is None else _torch_flags(torch)),
         f"-isystem{sysconfig.get_paths()['include']}",
         f"-I{library.directory}",
         str(_as_one_unit(library, made.parent)),
         "-o",
         str(made),
-        f"-L{torch_dir / 'lib'}",
-        "-lc10",
-        "-ltorch_cpu",
+        *linked,
         *(f"-l{name}" for name in library.links),
     ]
     try:

@@ -1,0 +1,96 @@
+"""The codecs of a training on the CPU: which there are, what they cost here, and what they leave of its tensors.
+
+What they leave is sampled as tensors leave while a step is recorded (`memory/native/ranges.h`). A storage that stayed
+then is taken for one of those that the same operator made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+
+from lowtide.capture.builder import Recorded
+from lowtide.codecs import Codec, Stats, codec, measure
+from lowtide.core.plan import IDENTITY, CodecCost, SampledRatio
+from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.tiers.medium import Medium
+
+# Lossless and native; the first of two that leave as much is taken.
+USUAL_CODECS = ("zvc", "zvc2", "bits", "pack32", "pack16")
+
+
+def open_codecs(names: Sequence[str] | None, medium: Medium) -> tuple[Codec, ...]:
+    """Return the codecs that plans may use before a medium (None: the usual ones, if it has none of its own)."""
+    if isinstance(names, str):
+        raise BadArgument(f"codecs={names!r} is a text: pass a list of names, such as [{names!r}]")
+    if names is not None:
+        found = tuple(codec(name) for name in names)
+        for one in found:
+            if not one.exactness.lossless:
+                raise BadArgument(
+                    f"codec '{one.name}' is lossy, and a tensor's bytes may be anything: plans take lossless ones only"
+                )
+        return found
+    if medium.codecs:
+        return ()
+    found = tuple(codec(name) for name in USUAL_CODECS)
+    try:
+        for one in found:
+            _ = one.kernel.addresses() if one.kernel is not None else None
+    except NativeUnavailable:
+        return ()
+    return found
+
+
+def codec_costs(codecs: Sequence[Codec]) -> tuple[CodecCost, ...]:
+    """Return what codecs cost on this machine, and that they leave everything of what was not sampled."""
+    return (IDENTITY, *(_cost(one) for one in codecs))
+
+
+@cache
+def _cost(one: Codec) -> CodecCost:
+    rates = measure(one, Stats(density=0.5))
+    return CodecCost(
+        name=one.name, encode_bytes_per_s=rates.encode_bytes_per_s, decode_bytes_per_s=rates.decode_bytes_per_s
+    )
+
+
+class Samples:
+    """What codecs leave of the storages of one kind of step, by samples of some of its blocks in each recording.
+
+    A storage is known again by its block, if that was there before the step, or else by its birth.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, Mapping[str, float]] = {}
+
+    def note(self, recorded: Recorded, samples: Mapping[int, Mapping[str, float]]) -> None:
+        """Take note of samples by the blocks' numbers; later ones count."""
+        for key, serial in zip(_keys(recorded), recorded.serials, strict=True):
+            if serial in samples:
+                self._shares[key] = samples[serial]
+
+    def ratios(self, recorded: Recorded) -> tuple[SampledRatio, ...]:
+        """Return what codecs leave of the storages of a recorded step."""
+        trace = recorded.trace
+        makers = [None if block.producer is None else trace.ops[block.producer].name for block in trace.storages]
+        keys = _keys(recorded)
+        of_maker: dict[str, dict[str, list[float]]] = {}
+        for maker, key in zip(makers, keys, strict=True):
+            if maker is not None:
+                for name, ratio in self._shares.get(key, {}).items():
+                    of_maker.setdefault(maker, {}).setdefault(name, []).append(ratio)
+        usual = {
+            maker: {name: sum(ratios) / len(ratios) for name, ratios in shares.items()}
+            for maker, shares in of_maker.items()
+        }
+        return tuple(
+            SampledRatio(storage=storage, codec=name, ratio=ratio)
+            for storage, (maker, key) in enumerate(zip(makers, keys, strict=True))
+            for name, ratio in (self._shares.get(key) or usual.get(maker or "", {})).items()
+        )
+
+
+def _keys(recorded: Recorded) -> list[Hashable]:
+    births = recorded.births or (None,) * len(recorded.serials)
+    return [serial if birth is None else birth for serial, birth in zip(recorded.serials, births, strict=True)]
