@@ -73,6 +73,7 @@ MAY_IMPORT = {
     "capture": {"autograd", "core", "estimate"},
     "residency": {"capture", "core", "plan"},
     "simulate": {"core", "estimate", "plan", "residency"},
+    "live": {"core"},
     "report": {"core", "estimate", "memory", "plan", "registry", "simulate"},
     "zoo": {"capture", "core"},
     "execute": {
@@ -80,6 +81,7 @@ MAY_IMPORT = {
         "capture",
         "core",
         "estimate",
+        "live",
         "memory",
         "plan",
         "registry",
