@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowtide.execute.tide.recording import capture_model, capture_script, capture_step
     from lowtide.execute.tide.serving import serve
     from lowtide.execute.tide.tide import Tide
+    from lowtide.integrations.accelerate import prepare
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "capture_step",
     "fit",
     "init",
+    "prepare",
     "serve",
 ]
 
@@ -53,6 +55,7 @@ _WITH_TORCH = {
     "capture_step": "lowtide.execute.tide.recording",
     "fit": "lowtide.execute.tide.fit",
     "init": "lowtide.execute.tide.creation",
+    "prepare": "lowtide.integrations.accelerate",
     "serve": "lowtide.execute.tide.serving",
 }
 

@@ -30,7 +30,7 @@ def prepare() -> None:
     """Watch for torch, where a run started this process and it is one that may train."""
     settings = settings_of(os.environ)
     command = read_command(sys.orig_argv[1:])
-    if settings is None or command.is_launcher:
+    if settings is None or command.is_launcher or command.only_loads_a_library:
         return
     escapes.watch(escape_of(settings))
     if command.is_multiprocessing:
