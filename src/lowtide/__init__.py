@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lowtide.execute.tide.recording import capture_model, capture_script, capture_step
     from lowtide.execute.tide.serving import serve
     from lowtide.execute.tide.tide import Tide
+    from lowtide.integrations.accelerate import prepare
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "save_checkpoint",
+    "prepare",
     "serve",
 ]
 
@@ -74,6 +76,7 @@ _WITH_TORCH = {
     "load": "lowtide.checkpoint.in_place",
     "load_checkpoint": "lowtide.checkpoint.stock",
     "save_checkpoint": "lowtide.checkpoint.stock",
+    "prepare": "lowtide.integrations.accelerate",
     "serve": "lowtide.execute.tide.serving",
 }
 

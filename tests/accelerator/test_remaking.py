@@ -163,7 +163,7 @@ def test_verify_notices_an_operator_that_does_not_repeat_itself(
         trained(tide)
         with monkeypatch.context() as patch:
             patch.setattr(Rerun, "_value", value)
-            with pytest.raises(SpillCorrupted, match="came out otherwise when its operators ran again"):
+            with pytest.raises(SpillCorrupted, match="had different bits when its operators ran again"):
                 trained(tide)
 
 

@@ -69,7 +69,7 @@ def test_codecs_lists_what_they_leave_and_how_fast_they_are(capsys: pytest.Captu
 
 def test_a_density_that_is_no_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["codecs", "--density", "2"]) == 2
-    assert "a density of 2.0 is no share" in capsys.readouterr().err
+    assert "a density of 2.0 is not a share" in capsys.readouterr().err
 
 
 def test_a_spill_with_a_codec_is_a_directory_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
     options += ["--policy", "lru", "--verify", "--recompute"]
     assert main(["run", *options, str(script), "--epochs", "3", "--help", "-x"]) == 0
     assert callable(seen.pop("on_forked_step"))
+    assert callable(seen.pop("on_step"))
     assert seen == {
         "path": script,
         "argv": ["--epochs", "3", "--help", "-x"],

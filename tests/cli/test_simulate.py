@@ -126,4 +126,4 @@ def test_a_codec_before_the_spill_shrinks_what_travels(trace_path: str, capsys: 
     assert "unknown codec 'zip'" in refused(capsys, "--budget", "50%", "--codec", "zip", trace_path)
     assert "name one with --codec" in refused(capsys, "--budget", "50%", "--density", "0.5", trace_path)
     zvc = ("--codec", "zvc", "--density", "3")
-    assert "a density of 3.0 is no share" in refused(capsys, "--budget", "50%", *zvc, trace_path)
+    assert "a density of 3.0 is not a share" in refused(capsys, "--budget", "50%", *zvc, trace_path)

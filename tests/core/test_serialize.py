@@ -357,9 +357,9 @@ def test_a_trace_of_version_3_says_what_can_move() -> None:
     assert serialize.loads(packed(document)) == replace(OLD_TRACE, reach=Reach.TOUCHED, least_bytes=11)
     for missing in ("reach", "least_bytes"):
         assert f"lacks '{missing}'" in refused(packed({k: v for k, v in document.items() if k != missing}))
-    assert "'everything' is no reach" in refused(packed({**document, "reach": "everything"}))
+    assert "'everything' is not a reach" in refused(packed({**document, "reach": "everything"}))
     assert "least bytes -1" in refused(packed({**document, "least_bytes": -1}))
-    assert "no integer" in refused(packed({**document, "least_bytes": 1.5}))
+    assert "not an integer" in refused(packed({**document, "least_bytes": 1.5}))
 
 
 def test_starts_that_are_no_sums_of_durations_are_kept() -> None:

@@ -37,6 +37,15 @@ def test_launchers_and_helpers_are_known() -> None:
     assert read_command(["/opt/bin/torchrun", "train.py"]).is_launcher
     assert read_command(["-m", "torch.distributed.run", "train.py"]).is_launcher
     assert read_command(["-m", "torch._inductor.compile_worker"]).is_launcher
+    assert not read_command(["-c", "import torch; train()"]).only_loads_a_library
+
+
+def test_the_probe_of_torchs_compiler_does_not_train() -> None:
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = [sys.executable, "-c", VecISA._avx_py_load]
+    assert why_not(sys.executable, probe, {}) == ""
+    assert "without LOWTIDE_RUN" in why_not(sys.executable, [sys.executable, "-c", "import torch\nprint()"], {})
     assert not read_command(["-m", "torch.distributed.runner", "train.py"]).is_launcher
     assert not read_command(["-c", "torchrun"]).is_launcher
     assert read_command(["-c", "from multiprocessing.spawn import spawn_main; spawn_main()"]).is_multiprocessing

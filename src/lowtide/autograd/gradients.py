@@ -205,7 +205,7 @@ def _is_same_memory(later: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def _sum(gradient: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Add what a backward inside of backward has accumulated meanwhile, as AccumulateGrad would have."""
+    """Add what a backward inside backward has accumulated meanwhile, as AccumulateGrad would have."""
     if later.requires_grad:
         with torch.enable_grad():
             return gradient + later

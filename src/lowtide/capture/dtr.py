@@ -66,9 +66,9 @@ def _instruction(line: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where} is no JSON ({' '.join(str(error).split())})") from error
+        raise TraceError(f"{where} is not JSON ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or not isinstance(found.get("INSTRUCTION"), str):
-        raise TraceError(f"{where} is no instruction: it has no field INSTRUCTION")
+        raise TraceError(f"{where} is not an instruction: it has no field INSTRUCTION")
     return found
 
 
@@ -131,7 +131,7 @@ class _Reader:
             case "ANNOTATE":
                 self._annotate(self._text(found, "ANNOTATION"))
             case other:
-                raise self._error(f"{other!r:.40} is no instruction of a DTR log")
+                raise self._error(f"{other!r:.40} is not an instruction of a DTR log")
 
     def _annotate(self, annotation: str) -> None:
         if annotation == "START":
@@ -172,7 +172,7 @@ class _Reader:
             return
         positions = found.get("MUTATE")
         if not isinstance(positions, list):
-            raise self._error("MUTATE is no list of positions")
+            raise self._error("MUTATE is not a list of positions")
         for position in positions:
             if type(position) is not int or not 0 <= position < len(args):
                 raise self._error(f"argument {position!r:.40} is mutated and there are {len(args)}")
@@ -182,7 +182,7 @@ class _Reader:
 
     def _result(self, name: str, alias: int) -> None:
         if not self._calls or name not in self._calls[-1].results or name not in self._bytes:
-            raise self._error(f"{name!r:.40} is no result of the last operator whose bytes are known")
+            raise self._error(f"{name!r:.40} is not a result of the last operator whose bytes are known")
         call = self._calls[-1]
         if alias >= len(call.args):
             raise self._error(f"{name!r:.40} is a view of argument {alias} and there are {len(call.args)}")
@@ -230,7 +230,7 @@ class _Reader:
         try:
             return int(found[key])
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise self._error(f"{key} is missing or no number") from None
+            raise self._error(f"{key} is missing or not a number") from None
 
     def _error(self, what: str) -> TraceError:
         return TraceError(f"{self.source}, line {self.number}: {what}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from lowtide.errors import LowtideError
 from lowtide.launch import escapes, notes
 from lowtide.launch.program import Beside, Here, find_program
 from lowtide.launch.settings import Settings, leave
+from lowtide.launch.shown import is_terminal, start_log
 from lowtide.launch.startup import escape_of, forked_step_of, rank
 from lowtide.memory.budget import device_count
 from lowtide.tiers.slow import check_slow
@@ -64,9 +66,17 @@ _EXIT_FAILED = 1
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics to FILE."
 )
+@click.option(
+    "--log",
+    "log_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write each step to FILE as a line of JSON.",
+)
 @click.option("--emulate", metavar="PRESET", help="Add the simulated device 'sim', with this GPU's link.")
 @click.option("--capacity", metavar="BYTES", help="Its memory, and the budget unless that is stated; with --emulate.")
 @click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
+@click.option("--no-live", is_flag=True, help="Do not show the steps in the terminal's last row.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in 'python -m'.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -81,9 +91,11 @@ def command(
     serve: bool,
     strict: bool,
     json_path: Path | None,
+    log_path: Path | None,
     emulate: str | None,
     capacity: str | None,
     quiet: bool,
+    no_live: bool,
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -99,6 +111,7 @@ def command(
       lowtide run --budget 2GiB -m package.train --epochs 3
       lowtide run --budget 2GiB torchrun --nproc-per-node 2 train.py
       lowtide run --budget auto --spill /fast/disk --json stats.json train.py
+      lowtide run --budget 2GiB --log steps.jsonl train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
       lowtide run --budget 4GiB --serve generate.py
       lowtide run --budget cpu=4GiB,slow=64GiB --slow pmem:///mnt/pmem train.py
@@ -126,6 +139,7 @@ def command(
         check_slow(slow)
     policy = check_policy(policy)
     check_output(json_path, others=[path])
+    check_output(log_path, others=[path, json_path])
     warn_of_memory(where)
     settings = Settings(
         budget=wanted,
@@ -139,7 +153,10 @@ def command(
         quiet=quiet,
         emulate=emulate,
         capacity=capacity,
+        log=None if log_path is None else str(log_path.absolute()),
+        live=not (quiet or no_live) and is_terminal(sys.stderr),
     )
+    start_log(log_path)
     result = (
         _beside(program, settings, where=where)
         if isinstance(program, Beside)
@@ -169,8 +186,9 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
     if not settings.quiet:
         say(f"budget {size}, {_choices(settings, where)}")
     from lowtide.execute.tide.script import run_script
+    from lowtide.launch.shown import shown
 
-    with _followed(settings) as (kept, ended):
+    with _followed(settings) as (kept, ended), shown(kept, rank=rank()) as on_step:
         end_watch = escapes.watch(escape_of(kept))
         try:
             stats = run_script(
@@ -185,6 +203,7 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
                 serve=settings.serve,
                 strict=settings.strict,
                 on_forked_step=forked_step_of(kept),
+                on_step=on_step,
             )
         except LowtideError:
             raise
@@ -281,7 +300,9 @@ def _process_lines(stats: Mapping[str, Any]) -> list[str]:
         steps = f"{stats['steps']} step{'s' * (stats['steps'] != 1)}"
         steps += f" ({updates} of optimizers)" * (updates > stats["steps"])
         steps += f" at {format_seconds(stats['step_s'])}, {stalled}"
+        slowdown = _slowdown(stats)
     else:
+        slowdown = []
         steps = "no optimizer step was seen: nothing was planned, tensors moved only when memory ran short"
         steps += f"; {stalled}" if stats["stall_s"] else ""
     peak = f"peak {format_bytes(stats['peak_bytes'])} of {format_bytes(stats['budget_bytes'])}"
@@ -292,7 +313,7 @@ def _process_lines(stats: Mapping[str, Any]) -> list[str]:
     moved = f"swapped out {format_bytes(stats['swapped_out_bytes'])}, in {format_bytes(stats['swapped_in_bytes'])}"
     if "disk_written_bytes" in stats:  # a codec, or pinned memory in between: the disk sees less
         moved += f"; written to disk {format_bytes(stats['disk_written_bytes'])}"
-    lines = [steps, f"{peak}; {moved}"]
+    lines = [steps, *slowdown, f"{peak}; {moved}"]
     if "slow_bytes" in stats:
         lines.append(
             f"slow memory held {format_bytes(stats['peak_slow_bytes'])} at most; {stats['in_place_ops']} operators "
@@ -305,3 +326,11 @@ def _process_lines(stats: Mapping[str, Any]) -> list[str]:
     if stats.get("unmanaged"):
         lines.append(f"not managed: {', '.join(f'{what} ({count})' for what, count in stats['unmanaged'].items())}")
     return lines
+
+
+def _slowdown(stats: Mapping[str, Any]) -> list[str]:
+    """Return the line that compares the steps with those predicted without a budget; none where nothing moved."""
+    slowdown, unmanaged_s = stats.get("slowdown"), stats.get("predicted_unmanaged_step_s")
+    if slowdown is None or unmanaged_s is None:
+        return []
+    return [f"slowdown {slowdown:.2f}x against a step of {format_seconds(unmanaged_s)}, predicted without a budget"]

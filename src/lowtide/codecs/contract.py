@@ -51,7 +51,7 @@ class Stats:
 
     def __post_init__(self) -> None:
         if not 0 <= self.density <= 1:
-            raise BadArgument(f"a density of {self.density} is no share: give 0 to 1")
+            raise BadArgument(f"a density of {self.density} is not a share: use a number from 0 to 1")
 
 
 class Unencodable(BadArgument):

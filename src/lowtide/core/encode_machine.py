@@ -95,7 +95,7 @@ def check_machine(machine: Machine) -> None:
             raise Damaged(f"{name} is {rate}, which is not above 0")
     for name, seconds in times.items():
         if not 0 <= seconds < inf:
-            raise Damaged(f"{name} is {seconds}, which is no time")
+            raise Damaged(f"{name} is {seconds}, which is not a duration")
 
 
 def _decode_link(fields: Fields, version: int) -> Link:

@@ -143,7 +143,7 @@ def _check_references(trace: Trace) -> None:
     check_between("least bytes", trace.least_bytes, 0, 2**63 - 1)
     for op in trace.ops:
         if not 0 <= op.duration_s < float("inf"):
-            raise Damaged(f"duration {op.duration_s} of an operator is no time")
+            raise Damaged(f"duration {op.duration_s} of an operator is not valid")
         for storage in (*op.reads, *op.writes):
             check_between("storage", storage, 0, last_storage)
     for block in trace.storages:

@@ -17,7 +17,7 @@ class Damaged(Exception):
 def integer(value: object) -> int:
     """Return an integer."""
     if type(value) is not int or abs(value) >= 1 << 63:
-        raise Damaged(f"{value!r:.40} is no integer, or one of more than 64 bits")
+        raise Damaged(f"{value!r:.40} is not an integer of at most 64 bits")
     return value
 
 
@@ -29,7 +29,7 @@ def optional_integer(value: object) -> int | None:
 def text(value: object) -> str:
     """Return a text."""
     if not isinstance(value, str):
-        raise Damaged(f"{value!r:.40} is no text")
+        raise Damaged(f"{value!r:.40} is not text")
     return value
 
 
@@ -45,7 +45,7 @@ def real(value: object) -> float:
     if value in ("inf", "-inf", "nan"):
         return float(str(value))
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Damaged(f"{value!r:.40} is no number")
+        raise Damaged(f"{value!r:.40} is not a number")
     try:
         float(value)
     except OverflowError:
@@ -67,7 +67,7 @@ def integers(value: object) -> tuple[int, ...]:
 def items(value: object) -> list[object]:
     """Return a list of anything."""
     if not isinstance(value, list):
-        raise Damaged(f"{value!r:.40} is no list")
+        raise Damaged(f"{value!r:.40} is not a list")
     return value
 
 
@@ -76,7 +76,7 @@ class Fields:
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
-            raise Damaged(f"{where} is no object")
+            raise Damaged(f"{where} is not an object")
         self._fields: dict[str, object] = value
         self._where = where
 
@@ -115,7 +115,7 @@ def member_of(known: type[_Member]) -> Callable[[object], _Member]:
 
     def read(value: object) -> _Member:
         if not isinstance(value, str) or value not in values:
-            raise Damaged(f"{value!r:.40} is no {known.__name__.lower()}")
+            raise Damaged(f"{value!r:.40} is not a {known.__name__.lower()}")
         return values[value]
 
     return read

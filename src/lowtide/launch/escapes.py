@@ -45,6 +45,8 @@ def why_not(program: object, words: object, environment: Mapping[Any, Any] | Non
     python = is_python(first) or os.path.realpath(first) == os.path.realpath(sys.executable)
     if not python and not is_launcher(first, is_module=False):
         return ""
+    if python and read_command(command[1:]).only_loads_a_library:
+        return ""
     told = " ".join(command)[:80]
     known = os.environ if environment is None else {os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()}
     if not reaches(known):

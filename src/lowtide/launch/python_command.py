@@ -56,6 +56,12 @@ class PythonCommand:
         return self.main is Main.CODE and self.name.startswith("from multiprocessing")
 
     @property
+    def only_loads_a_library(self) -> bool:
+        """Whether it is torch.compile's way to find out whether the machine can load a library it has built."""
+        last = self.name.strip().rpartition("\n")[2]
+        return self.main is Main.CODE and last.startswith("cdll.LoadLibrary(")
+
+    @property
     def ignores_environment(self) -> bool:
         """Whether it was told not to look at PYTHONPATH, or not to load any `sitecustomize`."""
         return any(set(option[1:]) & set("IES") for option in self.options if not option.startswith(("--", "-W", "-X")))

@@ -19,7 +19,8 @@ SITE = Path(__file__).parent / "site"
 class Settings:
     """The options of a run. `notes` is the directory in which its processes say how they fare.
 
-    `strict`: whatever would make the budget less than a budget is an error.
+    `strict`: whatever would make the budget less than a budget is an error. `log`: the file that steps are appended to.
+    `live`: show a line of status in the terminal.
     """
 
     budget: BudgetLike
@@ -34,6 +35,8 @@ class Settings:
     emulate: str | None = None
     capacity: str | None = None
     notes: str = ""
+    log: str | None = None
+    live: bool = False
 
     @property
     def location(self) -> str | list[str] | None:

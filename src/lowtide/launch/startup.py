@@ -30,7 +30,7 @@ def prepare() -> None:
     """Watch for torch, where a run started this process and it is one that may train."""
     settings = settings_of(os.environ)
     command = read_command(sys.orig_argv[1:])
-    if settings is None or command.is_launcher:
+    if settings is None or command.is_launcher or command.only_loads_a_library:
         return
     escapes.watch(escape_of(settings))
     if command.is_multiprocessing:
@@ -142,6 +142,7 @@ def _begin(settings: Settings) -> None:
 
 def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[], dict[str, object]]]:
     from lowtide.execute.tide.script import inside
+    from lowtide.launch.shown import shown
     from lowtide.memory.budget import capacity_bytes, device_count, local_ranks
 
     if settings.emulate is not None:
@@ -163,6 +164,7 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
             serve=settings.serve,
             strict=settings.strict,
             on_forked_step=forked_step_of(settings),
+            on_step=stack.enter_context(shown(settings, rank=rank())),
         )
     )
     stated = run.stats()["budget_bytes"]

@@ -229,7 +229,7 @@ def _share_of_auto(value: object, *, what: str) -> float | None:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise BadArgument(f"{what} {value!r} is no share of what 'auto' finds: write '50%', or bytes such as '2GiB'")
+        raise BadArgument(f"{what} {value!r} is not a share of what 'auto' finds: write '50%', or bytes such as '2GiB'")
     return share
 
 

@@ -58,7 +58,7 @@ def load_comparison(path: str | os.PathLike[str]) -> Comparison:
         raise TraceError(f"{path} is damaged or no comparison ({error}): make it again") from error
     found = document.get("version") if isinstance(document, dict) else None
     if not isinstance(document, dict) or document.get("format") != COMPARISON_FORMAT:
-        raise TraceError(f"{path} is no comparison: make one with 'lowtide compare --json FILE'")
+        raise TraceError(f"{path} is not a comparison: make one with 'lowtide compare --json FILE'")
     if type(found) is int and found > COMPARISON_VERSION:
         raise TraceError(
             f"{path} is a comparison of version {found}, this Lowtide reads up to version {COMPARISON_VERSION}: "

@@ -224,7 +224,7 @@ def _capacity(fd: int, path: Path, directory: Path, *, existed: bool) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise BadArgument(
-            f"slow memory {path} is no file: put a filesystem with DAX on the device (fsdax), and name a place there"
+            f"slow memory {path} is not a file: put a filesystem with DAX on the device (fsdax), and name a place there"
         )
     nbytes = status.st_size if existed else filesystem.free_bytes([directory])
     nbytes -= nbytes % ALIGN_BYTES

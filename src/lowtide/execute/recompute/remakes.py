@@ -16,7 +16,7 @@ def came_out_otherwise(nbytes: int) -> SpillCorrupted:
     """Return the error for a record that has another checksum when it was made again."""
     return SpillCorrupted(
         errno.EBADMSG,
-        f"{format_bytes(nbytes)} saved for backward came out otherwise when its operators ran again: "
+        f"{format_bytes(nbytes)} saved for backward had different bits when its operators ran again: "
         "please report the model, and use a policy that does not recompute",
     )
 

@@ -18,6 +18,7 @@ from lowtide.capture.builder import Recorded
 from lowtide.capture.recorder import Recorder
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
+from lowtide.core.step_record import Expected, StepRecord
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall
@@ -31,7 +32,7 @@ from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
 from lowtide.execute.update.rehearsal import rehearse
 from lowtide.execute.update.slices import SlicedUpdates
-from lowtide.memory.ranges import RangeMemory
+from lowtide.memory.ranges import RangeMemory, RangeUsage
 from lowtide.plan.policy import Observes, Policy
 from lowtide.plan.verify import check_executable
 from lowtide.residency.range_schedule import RangeSchedule, compile_ranges
@@ -63,6 +64,7 @@ class CpuTide(Tide):
         self._recorder = Recorder(memory, models, optimizers, reach=memory.reach, least_bytes=memory.least_bytes)
         self._learning = Learning()
         self._signature_of: dict[int, tuple[object, ...]] = {}  # by the native number of its plan
+        self._expected: dict[int, Expected] = {}  # likewise
         self._next_plan = -1
         self._taught = Taught()
         self._samples: dict[Hashable, Samples] = {}
@@ -180,7 +182,7 @@ class CpuTide(Tide):
         memory.sound(True)
         memory.native.step_begin(self._next_plan)
         self._started = time.perf_counter()
-        self._stall_before = usage.stall_s
+        self._before = usage
         self._recompute_before_s = usage.counted.again_ns / 1e9
 
     def end_step(self) -> None:
@@ -189,7 +191,7 @@ class CpuTide(Tide):
         self._step_s.append(time.perf_counter() - self._started)
         self._strangers = max(self._strangers, self._memory.native.take_strangers())
         usage = self._memory.usage()
-        self._step_stall_s = usage.stall_s - self._stall_before
+        self._step_stall_s = usage.stall_s - self._before.stall_s
         self._last_peak_bytes = usage.peak_bytes
         try:
             self._raise_trouble()
@@ -199,7 +201,23 @@ class CpuTide(Tide):
             raise
         finally:
             self._memory.sound(False)
+        self._records.append(self._record(usage, expected=self._expected.get(-1 if ended.plan is None else ended.plan)))
         self._learn(ended.plan, resized=ended.resized)
+
+    def _record(self, usage: RangeUsage, *, expected: Expected | None) -> StepRecord:
+        counted, before = usage.counted, self._before.counted
+        return StepRecord(
+            step=len(self._step_s),
+            step_s=self._step_s[-1],
+            stall_s=self._step_stall_s,
+            recompute_s=(counted.again_ns - before.again_ns) / 1e9,
+            budget_bytes=self._budget_bytes,
+            peak_bytes=usage.peak_bytes,
+            moved_out_bytes=counted.written - before.written,
+            moved_in_bytes=counted.read - before.read,
+            planned=expected is not None,
+            expected=expected,
+        )
 
     def abandon_step(self) -> None:
         self._inside = False
@@ -250,6 +268,11 @@ class CpuTide(Tide):
         schedule = compile_ranges(planned.plan, planned.recorded, tier=self._memory.tiers[0])
         number = self._add(schedule)
         self._signature_of[number] = signature
+        prediction = planned.plan.prediction
+        self._expected[number] = Expected(
+            unmanaged_s=planned.problem.trace.duration_s,
+            planned_s=None if prediction is None else prediction.step_s,
+        )
         if isinstance(self._policy, Observes):
             self._taught.keep(signature, planned)
             self._storages_of[signature] = [one.index for one in schedule.storages]
@@ -344,6 +367,7 @@ class CpuTide(Tide):
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
             "last_step_s": self._step_s[-1] if self._step_s else 0.0,
             "steps": self.steps,
+            **self._slowdown(),
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
             "planned_places": len(self._plan.places) if self._plan is not None else 0,

@@ -14,6 +14,7 @@ from lowtide.capture.builder import Recorded
 from lowtide.capture.recorder import Recorder
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
+from lowtide.core.step_record import Expected, StepRecord
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
@@ -79,6 +80,7 @@ class DeviceTide(Tide):
             raise
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
+        self._expected: dict[tuple[int, ...], Expected] = {}
         self._revisions = 0
         self._remake_before_s = 0.0
         self._planned = Taught()
@@ -134,7 +136,7 @@ class DeviceTide(Tide):
         else:
             self._backend.observe(names=self._under_pressure, log=False)
         self._started = time.perf_counter()
-        self._stall_before = self._backend.usage().stall_s
+        self._before = self._backend.usage()
         self._remake_before_s = self._remake_s()
 
     def end_step(self) -> None:
@@ -153,13 +155,29 @@ class DeviceTide(Tide):
         finally:
             self._backend.rest()
         self._step_s.append(time.perf_counter() - self._started)
-        self._step_stall_s = self._backend.usage().stall_s - self._stall_before
+        usage = self._backend.usage()
+        self._step_stall_s = usage.stall_s - self._before.stall_s
         self._step_figures = {
             name: value for name, value in self._backend.figures().items() if name.startswith("last_step_")
         }
         if self._runtime.failure is not None:
             self._recorder.cancel()
             raise self._runtime.take_failure()
+        self._records.append(self._record(usage))
+
+    def _record(self, usage: Usage) -> StepRecord:
+        peak_bytes = self._step_figures.get("last_step_peak_bytes", usage.peak_bytes)
+        assert isinstance(peak_bytes, int)
+        return StepRecord(
+            step=len(self._step_s),
+            step_s=self._step_s[-1],
+            stall_s=self._step_stall_s,
+            recompute_s=self._remake_s() - self._remake_before_s,
+            budget_bytes=self._budget_bytes,
+            peak_bytes=peak_bytes,
+            moved_out_bytes=usage.written_bytes - self._before.written_bytes,
+            moved_in_bytes=usage.read_bytes - self._before.read_bytes,
+        )
 
     def abandon_step(self) -> None:
         self._inside = False
@@ -172,6 +190,8 @@ class DeviceTide(Tide):
         matcher = self._runtime.matcher
         followed = matcher.finish()
         signature = tuple(matcher.signature)
+        if followed is not None and signature in self._expected:
+            self._records[-1] = replace(self._records[-1], planned=True, expected=self._expected[signature])
         self._alert = max(0, self._alert - 1)
         if not signature:  # an evaluation pass: nothing was saved
             self._recorder.cancel()
@@ -202,6 +222,10 @@ class DeviceTide(Tide):
     def _follow(self, planned: Planned, signature: tuple[int, ...]) -> None:
         plan, recorded = planned.plan, planned.recorded
         check_executable(plan, planned.problem)
+        self._expected[signature] = Expected(
+            unmanaged_s=planned.problem.trace.duration_s,
+            planned_s=None if plan.prediction is None else plan.prediction.step_s,
+        )
         requests = Requests(plan, recorded, planned_bytes(planned.problem, plan.swaps, plan.recomputes))
         self._plan = requests.as_plan(plan)
         self._runtime.matcher.add(compile_plan(plan, recorded, signature, requests=requests))
@@ -272,6 +296,7 @@ class DeviceTide(Tide):
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
             "last_step_s": self._step_s[-1] if self._step_s else 0.0,
             "steps": self.steps,
+            **self._slowdown(),
             "policy": self._policy.name,
             "planned_swaps": len(self._plan.swaps) if self._plan is not None else 0,
             "plan_revisions": self._revisions,

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide.autograd.kept import KeptTensor
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan
+from lowtide.core.step_record import Expected, StepRecord
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
@@ -90,6 +91,29 @@ class Fleet(Tide):
         self._inside = False
         self._step_s.append(time.perf_counter() - self._started)
         _each([tide.learn for tide in self._tides.values()])
+        self._records.append(self._record([tide.records[-1] for tide in self._tides.values()]))
+
+    def _record(self, parts: Sequence[StepRecord]) -> StepRecord:
+        """Return one record of a step on all devices; it is as slow as the slowest is expected to be."""
+        expected = [part.expected for part in parts if part.expected is not None]
+        planned = [each.planned_s for each in expected if each.planned_s is not None]
+        whole = len(expected) == len(parts)
+        return StepRecord(
+            step=len(self._step_s),
+            step_s=self._step_s[-1],
+            stall_s=sum(part.stall_s for part in parts),
+            recompute_s=sum(part.recompute_s for part in parts),
+            budget_bytes=sum(part.budget_bytes for part in parts),
+            peak_bytes=sum(part.peak_bytes for part in parts),
+            moved_out_bytes=sum(part.moved_out_bytes for part in parts),
+            moved_in_bytes=sum(part.moved_in_bytes for part in parts),
+            planned=all(part.planned for part in parts),
+            expected=Expected(
+                unmanaged_s=max(each.unmanaged_s for each in expected), planned_s=max(planned, default=None)
+            )
+            if whole
+            else None,
+        )
 
     def abandon_step(self) -> None:
         self._inside = False
@@ -109,6 +133,7 @@ class Fleet(Tide):
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
             "last_step_s": self._step_s[-1] if self._step_s else 0.0,
             "steps": self.steps,
+            **self._slowdown(),
             "devices": devices,
         }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from lowtide.core.step_record import StepRecord
 from lowtide.errors import BadArgument
 from lowtide.execute.tide.fit import open_tide
 from lowtide.execute.tide.serving import serving
@@ -87,12 +88,13 @@ def inside(
     serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
 ) -> Iterator[Run]:
     """Keep whatever this thread does inside a budget, in steps that reach from one `optimizer.step()` to the next.
 
     `serve`: in steps that are the outermost calls of its modules, for a program that only infers. An allocation
     refused for the budget's sake becomes `BudgetTooSmall`. `strict`: refuse to be advisory.
-    `on_forked_step` is called in a fork of this process that trains, which has no budget.
+    `on_forked_step` is called in a fork of this process that trains, which has no budget. `on_step`: as `Tide.on_step`.
     """
     with open_tide(
         [],
@@ -109,6 +111,8 @@ def inside(
                 "the budget would only be counted and not enforced, which --strict forbids: the warning says why, and "
                 "'lowtide doctor' what helps"
             )
+        if on_step is not None:
+            tide.on_step(on_step)
         run = Run(tide, iterations=None if serve else Iterations())
         steps = (
             serving(tide)
@@ -132,6 +136,7 @@ def run_script(
     serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
 ) -> dict[str, object]:
     """Run a script (or, by its name, a module) as `__main__` inside a budget, as `inside` explains.
 
@@ -147,6 +152,7 @@ def run_script(
         serve=serve,
         strict=strict,
         on_forked_step=on_forked_step,
+        on_step=on_step,
     ) as run:
         exit_code = run_as_main(program, argv)
         return run.stats() | {"exit_code": exit_code}
@@ -181,10 +187,13 @@ def stepping(
             tide.know(optimizer)
             tide.know_models(models_of(optimizer))
         tide.end_step()
-        if on_step is not None:
-            on_step()
-        begun_s = time.perf_counter()
-        tide.begin_step()
+        try:
+            tide.tell_step()
+            if on_step is not None:
+                on_step()
+        finally:  # the program may go on after what a listener raised, and its next step is one, too
+            begun_s = time.perf_counter()
+            tide.begin_step()
 
     handle = register_optimizer_step_post_hook(after_step)
     if iterations is not None:

@@ -121,6 +121,7 @@ class Calls:
         self._handled = None
         if not self._raised:
             self._tide.end_step()
+            self._tide.tell_step()
 
     def abandon(self) -> None:
         """End a step that is open because a call never came to its end, or raised."""

@@ -6,7 +6,8 @@ import atexit
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self
 
@@ -17,8 +18,13 @@ from lowtide.checkpoint.save import Saved, Versions, save_training
 from lowtide.checkpoint.training import Training
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan
+from lowtide.core.step_record import StepRecord, typical_slowdown
 from lowtide.core.trace import Trace
 from lowtide.errors import BadArgument, LowtideError
+from lowtide.live.html import steps_html
+
+# The steps that `_repr_html_` draws, and over which the typical slowdown is taken.
+_REMEMBERED_STEPS = 240
 
 
 class Tide(ABC):
@@ -35,6 +41,8 @@ class Tide(ABC):
         self._step_s: list[float] = []
         self._steps_before = 0  # those of the state that was loaded
         self._saved: dict[str, Versions] = {}
+        self._listeners: dict[object, Callable[[StepRecord], object]] = {}
+        self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
 
     def _opened(self) -> None:
         """Be open from here on, until `close`, at exit at the latest."""
@@ -60,6 +68,7 @@ class Tide(ABC):
             self.abandon_step()
             raise
         self.end_step()
+        self.tell_step()
 
     @abstractmethod
     def hooks(self) -> AbstractContextManager[None]:
@@ -97,6 +106,48 @@ class Tide(ABC):
     @abstractmethod
     def abandon_step(self) -> None:
         """End a step that raised: nothing is learnt from it."""
+
+    def on_step(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
+        """Call `callback` with a `StepRecord` after each step that went well; return a function that ends that.
+
+        An exception in a callback is raised where the step ends, once every callback was called. The step itself is
+        over by then, and the next one may begin.
+        """
+        if not callable(callback):
+            raise BadArgument(f"on_step takes a function of one StepRecord, and got a {type(callback).__name__}")
+        registration = object()
+        self._listeners[registration] = callback
+
+        def remove() -> None:
+            self._listeners.pop(registration, None)
+
+        return remove
+
+    def tell_step(self) -> None:
+        """Tell the listeners of the step that `end_step` ended: for those who call `begin_step` themselves."""
+        record = self._records[-1]
+        failure: BaseException | None = None
+        for listener in tuple(self._listeners.values()):
+            try:
+                listener(record)
+            except BaseException as error:  # noqa: BLE001  # raised below: the other listeners have a right to the step
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """The last steps that went well, oldest first."""
+        return tuple(self._records)
+
+    def _slowdown(self) -> dict[str, object]:
+        """Return, for `stats`, how the steps compare with those predicted without a budget (None: not known yet)."""
+        last = next((record for record in reversed(self._records) if record.expected is not None), None)
+        return {
+            "predicted_unmanaged_step_s": None if last is None or last.expected is None else last.expected.unmanaged_s,
+            "predicted_slowdown": None if last is None else last.predicted_slowdown,
+            "slowdown": typical_slowdown(self._records),
+        }
 
     def _check_open(self) -> None:
         if self._closed:
@@ -150,6 +201,9 @@ class Tide(ABC):
             raise BadArgument(f"a training is {done} between steps: leave tide.step() first")
 
     # ---- answers ----
+
+    def _repr_html_(self) -> str:
+        return steps_html(self.records, title=repr(self).strip("<>"))
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
