@@ -60,8 +60,8 @@ __all__ = [
     "init",
     "load",
     "load_checkpoint",
-    "save_checkpoint",
     "prepare",
+    "save_checkpoint",
     "serve",
 ]
 
