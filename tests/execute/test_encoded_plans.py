@@ -17,7 +17,9 @@ from lowtide.core.plan import Plan, Problem, SampledRatio
 from lowtide.core.trace import Kind, Phase, Storage
 from lowtide.errors import BadArgument, PlanError
 from lowtide.execute.tide.encoding import USUAL_CODECS, Samples
+from lowtide.plan.policies.flashneuron import FlashNeuron
 from lowtide.plan.policies.swap_all import SwapAll
+from lowtide.plan.policies.vdnn_pp import VdnnPlusPlus
 from lowtide.plan.policy import Policy
 from lowtide.testing.traces import Step, make_trace
 from lowtide.tiers import Encoded, FileMedium, Medium, Throttle
@@ -47,8 +49,14 @@ def stock() -> dict[str, object]:
     return training().steps(STEPS).result()
 
 
+class SlowDisk(Throttle):
+    """A disk that is not known again by its directory: what was measured of that one is another's rate."""
+
+    directories: tuple[Path, ...] = ()
+
+
 def slow_disk(directory: Path, bytes_per_s: float = 2e7) -> Medium:
-    return Throttle(FileMedium([directory]), write_bytes_per_s=bytes_per_s, read_bytes_per_s=bytes_per_s)
+    return SlowDisk(FileMedium([directory]), write_bytes_per_s=bytes_per_s, read_bytes_per_s=bytes_per_s)
 
 
 def managed(
@@ -102,6 +110,20 @@ def test_on_a_slow_disk_auto_swaps_through_what_the_values_allow(
     # The disk had less than what left: all of it that was encoded was shorter by a page at least.
     assert stats["encoded_bytes"] > 0
     assert stats["decoded_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "codecs"),
+    [(FlashNeuron(csr=True), ["ssdc"]), (VdnnPlusPlus(offload="all", codec="zvc"), None)],
+    ids=["flashneuron", "vdnn_pp"],
+)
+def test_policies_whose_papers_compress_do_so_and_training_is_the_same(
+    tmp_path: Path, needed: Need, stock: dict[str, object], policy: Policy, codecs: list[str] | None
+) -> None:
+    result, stats, plan = managed(tmp_path, needed, policy=policy, codecs=codecs)
+    assert result == stock
+    assert {swap.codec for swap in plan.swaps} & {"ssdc", "zvc"}
+    assert stats["encoded_bytes"] > 0
 
 
 def test_without_codecs_nothing_is_encoded(tmp_path: Path, needed: Need, stock: dict[str, object]) -> None:

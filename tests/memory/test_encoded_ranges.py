@@ -60,7 +60,7 @@ def test_the_bytes_of_a_slot_follow_the_density(opened: Opened) -> None:
 
 def test_what_would_not_be_shorter_goes_as_it_is_frame_by_frame(opened: Opened) -> None:
     engine = engine_of(opened)
-    x = torch.empty(6 * MIB)  # three frames of 8 MiB
+    x = torch.empty(6 * MIB)
     x.copy_(torch.randn(6 * MIB))
     x[2 * MIB : 4 * MIB] = 0
     before = x.clone()

@@ -42,19 +42,21 @@ class Rates:
         return 2 * saved / (1 / self.encode_bytes_per_s + 1 / self.decode_bytes_per_s)
 
 
-def typical_values(codec: Codec, stats: Stats) -> Array:
-    """Return 8 MiB of single precision of the density that `stats` say; for a codec of masks, a mask of it."""
+def typical_values(codec: Codec, stats: Stats, *, nbytes: int = _BYTES) -> Array:
+    """Return single precision of the density that `stats` say; for a codec of masks, a mask of it."""
     draw = np.random.default_rng(0)
     if isinstance(codec, Bits):
-        return draw.random(_BYTES, dtype=np.float32) < stats.density
-    values = draw.standard_normal(_BYTES // 4, dtype=np.float32)
-    values[draw.random(values.size) >= stats.density] = 0
+        return draw.integers(0, 1000, nbytes, dtype=np.uint16) < 1000 * stats.density
+    values = draw.standard_normal(nbytes // 4, dtype=np.float32)
+    values[draw.random(values.size, dtype=np.float32) >= stats.density] = 0
     return values
 
 
-def measure(codec: Codec, stats: Stats, *, clock: Callable[[], float] = time.perf_counter) -> Rates:
+def measure(
+    codec: Codec, stats: Stats, *, nbytes: int = _BYTES, clock: Callable[[], float] = time.perf_counter
+) -> Rates:
     """Measure a codec on values of the density that `stats` say, in a fraction of a second."""
-    values = typical_values(codec, stats)
+    values = typical_values(codec, stats, nbytes=nbytes)
     blob, back = np.empty(codec.max_encoded_nbytes(values.nbytes), np.uint8), np.empty_like(values)
     encode_s, decode_s, ratio = [], [], 1.0
     for _ in range(_ROUNDS):
@@ -67,7 +69,7 @@ def measure(codec: Codec, stats: Stats, *, clock: Callable[[], float] = time.per
         ratio = encoded.nbytes / values.nbytes
     # Without the first round, which touches the memory for the first time.
     return Rates(
-        encode_bytes_per_s=_BYTES / statistics.median(encode_s[1:]),
-        decode_bytes_per_s=_BYTES / statistics.median(decode_s[1:]),
+        encode_bytes_per_s=nbytes / statistics.median(encode_s[1:]),
+        decode_bytes_per_s=nbytes / statistics.median(decode_s[1:]),
         ratio=ratio,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.core.machine import Link
+from lowtide.core.plan import IDENTITY, CodecCost
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.flashneuron import FlashNeuron, Tensor, TwoEndedPool, last_landing_s, select, tensors_of
 from lowtide.plan.verify import check
+from lowtide.plan.views.layers import relu_results
 from lowtide.simulate import simulate
 from lowtide.testing.policies import PolicyTests
 from tests.plan.policies.shapes import densenet, inception, problem_of, resnet, vgg
@@ -299,3 +302,17 @@ def test_the_pool_places_by_first_fit_from_either_end() -> None:
     assert pool.allocate(4, 20, high=True) == 10
     assert pool.allocate(5, 10) == 0
     assert pool.fragmentation() == 0.0
+
+
+def test_relu_outputs_go_through_the_codec_that_the_executor_has_and_others_do_not() -> None:
+    trace = vgg()
+    slow = Link(write_bytes_per_s=1e9, read_bytes_per_s=1e9)
+    problem = problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, slow)
+    zeros = relu_results(trace)
+    for names, expected in (((), "identity"), (("zvc",), "zvc"), (("zvc", "ssdc"), "ssdc")):
+        known = replace(problem, codecs=(IDENTITY, *(CodecCost(name=name, ratio=0.5) for name in names)))
+        plan = FlashNeuron(csr=True).plan(known)
+        check(plan, known)
+        assert {swap.codec for swap in plan.swaps if swap.gap.storage in zeros} == {expected}
+        assert {swap.codec for swap in plan.swaps if swap.gap.storage not in zeros} <= {"identity"}
+        assert {swap.codec for swap in FlashNeuron().plan(known).swaps} == {"identity"}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from lowtide.codecs import Stats, ZeroValue
 from lowtide.core.machine import Link
-from lowtide.core.plan import Problem
+from lowtide.core.plan import IDENTITY, CodecCost, Problem
 from lowtide.core.serialize import load_trace
 from lowtide.core.trace import Trace
 from lowtide.core.units import format_bytes
@@ -197,3 +197,14 @@ def test_what_the_codec_leaves_of_real_copies_is_what_the_plan_pins() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(BadArgument):
         VdnnPlusPlus(**arguments)  # type: ignore[arg-type]
+
+
+def test_copies_go_through_the_codec_if_the_executor_has_it() -> None:
+    problem = problem_of(network_trace(chain(*["conv"] * 5, "linear")), ROOMY)
+    known = replace(problem, codecs=(IDENTITY, CodecCost(name="zvc", ratio=0.5)))
+    plain, coded = (VdnnPlusPlus(offload="all", codec=codec).plan(known) for codec in ("identity", "zvc"))
+    assert {swap.codec for swap in coded.swaps} == {"zvc"}
+    assert coded.prediction is not None
+    assert plain.prediction is not None
+    assert coded.prediction.moved_out_bytes == plain.prediction.moved_out_bytes // 2
+    assert VdnnPlusPlus(offload="all", codec="zvc").plan(problem).swaps == plain.swaps

@@ -18,6 +18,9 @@ from lowtide.tiers.medium import Medium
 # Lossless and native; the first of two that leave as much is taken.
 USUAL_CODECS = ("zvc", "zvc2", "bits", "pack32", "pack16")
 
+# As much as a frame: what is measured with is outside the budget.
+_MEASURED_BYTES = 2 << 20
+
 
 def open_codecs(names: Sequence[str] | None, medium: Medium) -> tuple[Codec, ...]:
     """Return the codecs that plans may use before a medium (None: the usual ones, if it has none of its own)."""
@@ -44,14 +47,14 @@ def open_codecs(names: Sequence[str] | None, medium: Medium) -> tuple[Codec, ...
 
 def codec_costs(codecs: Sequence[Codec]) -> tuple[CodecCost, ...]:
     """Return what codecs cost on this machine, and that they leave everything of what was not sampled."""
-    return (IDENTITY, *(_cost(one) for one in codecs))
+    return (IDENTITY, *(_cost(one.name) for one in codecs))
 
 
 @cache
-def _cost(one: Codec) -> CodecCost:
-    rates = measure(one, Stats(density=0.5))
+def _cost(name: str) -> CodecCost:
+    rates = measure(codec(name), Stats(density=0.5), nbytes=_MEASURED_BYTES)
     return CodecCost(
-        name=one.name, encode_bytes_per_s=rates.encode_bytes_per_s, decode_bytes_per_s=rates.decode_bytes_per_s
+        name=name, encode_bytes_per_s=rates.encode_bytes_per_s, decode_bytes_per_s=rates.decode_bytes_per_s
     )
 
 

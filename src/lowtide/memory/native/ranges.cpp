@@ -15,6 +15,7 @@ namespace lowtide {
 namespace {
 
 constexpr int64_t kTransferChunk = 8 << 20;
+constexpr int64_t kFrame = 2 << 20;  // see Note [Encoded]: each mover has a buffer as large
 constexpr int64_t kGrace = 2;  // the last touches that may not be undone; see Note [Grace]
 constexpr int64_t kMostThrashing = 64;
 constexpr int kThreadsOfSources = 3;  // measured: a fifth more bytes per second than with two
@@ -622,7 +623,7 @@ bool Ranges::leave(Range* range, int32_t tier, bool placed, int32_t coder) {
         (range->slot.tier != tier || range->slot.frames || coder || is_shared(range->slot_forks)))
       give_slot(range->slot, range->bytes, range->slot_forks);
     if (coder) {
-      auto pieces = static_cast<size_t>((range->bytes + kTransferChunk - 1) / kTransferChunk);
+      auto pieces = static_cast<size_t>((range->bytes + kFrame - 1) / kFrame);
       range->slot = Slot{tier, 0, std::make_shared<Frames>(Frames{coder, std::vector<Frame>(pieces)})};
     } else if (range->slot.offset < 0) {
       int error = 0;
@@ -922,7 +923,8 @@ void Ranges::work() {
     auto& queue = reads_.empty() ? writes_ : reads_;  // reads first: they may be waited for
     if (queue.empty()) return;                        // stopping, and nothing left to do
     Transfer* transfer = queue.front();
-    int64_t at = transfer->issued, n = std::min(kTransferChunk, transfer->bytes - at);
+    int64_t most = transfer->slot.frames ? kFrame : kTransferChunk;
+    int64_t at = transfer->issued, n = std::min(most, transfer->bytes - at);
     transfer->issued += n;
     ++transfer->pending;
     if (transfer->issued == transfer->bytes) queue.pop_front();
@@ -974,7 +976,7 @@ int Ranges::write_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_l
   char* data = transfer->data + at;
   ++transfer->reading;
   guard.unlock();
-  char* buffer = blobs.get(kTransferChunk);
+  char* buffer = blobs.get(kFrame);
   int64_t blob = buffer ? std::max<int64_t>(coder.encode(data, n, buffer, n - kPage), 0) : 0;
   int64_t stored = blob ? round_to_page(blob) : n;
   if (blob) std::memset(buffer + blob, 0, stored - blob);  // what it held before is another tensor's
@@ -985,15 +987,15 @@ int Ranges::write_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_l
   int error = 0;
   Frame frame{take_slot(transfer->slot.tier, stored, error), stored, blob};
   if (frame.offset < 0) return error;
-  frames->frames[at / kTransferChunk] = frame;
+  frames->frames[at / kFrame] = frame;
   double share = static_cast<double>(n) / static_cast<double>(transfer->bytes);
   return move_counted(transfer, blob ? buffer : data, stored, frame.offset, share, guard);
 }
 
 int Ranges::read_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard) {
-  Frame frame = transfer->slot.frames->frames[at / kTransferChunk];
+  Frame frame = transfer->slot.frames->frames[at / kFrame];
   Coder coder = coders[transfer->slot.frames->coder];
-  char* buffer = frame.blob ? blobs.get(kTransferChunk) : transfer->data + at;
+  char* buffer = frame.blob ? blobs.get(kFrame) : transfer->data + at;
   if (!buffer) return ENOMEM;
   double share = static_cast<double>(n) / static_cast<double>(transfer->bytes);
   int error = move_counted(transfer, buffer, frame.stored, frame.offset, share, guard);
@@ -1008,10 +1010,10 @@ int Ranges::read_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lo
 
 int Ranges::read_slot(const Tier& tier, const Coder& coder, const Slot& slot, char* room, int64_t bytes) {
   if (!slot.frames) return tier.move(false, room, bytes, slot.offset);
-  for (int64_t at = 0; at < bytes; at += kTransferChunk) {
-    int64_t n = std::min(kTransferChunk, bytes - at);
-    const Frame& frame = slot.frames->frames[at / kTransferChunk];
-    char* buffer = frame.blob ? blobs.get(kTransferChunk) : room + at;
+  for (int64_t at = 0; at < bytes; at += kFrame) {
+    int64_t n = std::min(kFrame, bytes - at);
+    const Frame& frame = slot.frames->frames[at / kFrame];
+    char* buffer = frame.blob ? blobs.get(kFrame) : room + at;
     if (!buffer) return ENOMEM;
     if (int error = tier.move(false, buffer, frame.stored, frame.offset)) return error;
     if (frame.blob && coder.decode(buffer, frame.blob, room + at, n) != 0) return kCorrupted;
@@ -1028,7 +1030,7 @@ void Ranges::sample(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
   guard.unlock();
   std::vector<double> shares(tried.size(), 1.0);
   int64_t bytes = some * kPage;
-  if (char* buffer = blobs.get(kTransferChunk)) {
+  if (char* buffer = blobs.get(kFrame)) {
     for (int64_t k = 0; k < some; ++k)
       std::memcpy(buffer + k * kPage, transfer->data + (all * k / some) * kPage, kPage);
     for (size_t coder = 1; coder < tried.size(); ++coder) {

@@ -24,7 +24,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.plan import IDENTITY, Plan, Problem, Swap
 from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
@@ -37,6 +37,8 @@ FREE_SHARES = (0.6, 0.4, 0.2, 0.0)
 LEAST_BYTES = 1 << 20
 # 1 MB is little beside the gigabytes of the paper: a smaller step gets a smaller threshold.
 LEAST_SHARE = 1e-3
+# What ReLU outputs go through, if the executor has it.
+SPARSE_CODECS = ("ssdc", "zvc")
 # Networks have few different sizes, and sets of them few different sums; this is for those that do not.
 MOST_SETS = 2000
 
@@ -177,9 +179,9 @@ def in_time(
 class FlashNeuron:
     """Offloads in forward order until the rest fits.
 
-    `csr` and `fp16` let the selection count on compression of ReLU outputs, and of everything. A spill with a codec
-    (`spill="file+zvc:///fast/disk"`) does write ReLU outputs without their zeros; half precision is a model, since what
-    is trained with here stays the same to the bit. `complete`: see above.
+    `csr` and `fp16` let the selection count on compression of ReLU outputs, and of everything. ReLU outputs then go
+    through `ssdc`, which is CSR, or `zvc`, whichever the executor has first; half precision is a model, since what is
+    trained with here stays the same to the bit. `complete`: see above.
     """
 
     name = "flashneuron"
@@ -191,9 +193,9 @@ class FlashNeuron:
         paper="Bae et al., FAST 2021",
         reconstructed=(
             "the share of 0.6 is lowered where the choice does not fit, and memory comes before time; compression "
-            "counts in the selection when switched on, and without it there is no phase 2; zeros are left out by a "
-            "spill such as file+zvc:///dir, half precision is a model; the tier is a file, not a device that the "
-            "accelerator reaches by itself"
+            "counts in the selection when switched on, and without it there is no phase 2; zeros are left out by the "
+            "codec ssdc or zvc, half precision is a model; the tier is a file, not a device that the accelerator "
+            "reaches by itself"
         ),
     )
 
@@ -263,11 +265,14 @@ def _forward_end_s(trace: Trace) -> float:
 
 def _swaps(problem: Problem, tensors: Iterable[Tensor]) -> tuple[Swap, ...]:
     first = _first_backward_op(problem.trace)
+    known = {codec.name for codec in problem.codecs}
+    sparse = next((name for name in SPARSE_CODECS if name in known), IDENTITY.name)
     return tuple(
         Swap(
             gap=one.gap,
             fetch_op=min(max(first, one.gap.after_op + 1), one.gap.before_op),
             tier=problem.tier,
+            codec=sparse if one.csr else IDENTITY.name,
         )
         for one in sorted(tensors, key=lambda one: one.gap)
     )

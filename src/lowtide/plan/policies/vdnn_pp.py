@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.plan import IDENTITY, Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
@@ -58,7 +58,8 @@ class VdnnPlusPlus:
 
     `offload`: "none", "alternate_conv", "conv", "all", or "dyn" for the first of them that fits. `host_ratio`: the
     compressed size of a copy on the host, as a share of its bytes, such as a codec's
-    `ZeroValue().ratio_model(Stats(density=0.5))`.
+    `ZeroValue().ratio_model(Stats(density=0.5))`; a note says what it comes to. `codec`: the copies go through it, and
+    take what is left of them, if the executor has it.
     """
 
     name = "vdnn_pp"
@@ -69,18 +70,19 @@ class VdnnPlusPlus:
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Shriram et al., IPDPS 2019",
         reconstructed=(
-            "the order in which offload sets are tried; host-side compression is a stated ratio that is reported, not "
-            "executed; the allocation order against fragmentation is the allocator's matter here"
+            "the order in which offload sets are tried; which codec compresses on the host is not known: it is "
+            "stated; the allocation order against fragmentation is the allocator's matter here"
         ),
     )
 
-    def __init__(self, *, offload: str = "dyn", host_ratio: float = 1.0) -> None:
+    def __init__(self, *, offload: str = "dyn", host_ratio: float = 1.0, codec: str = IDENTITY.name) -> None:
         if offload != "dyn" and offload not in _SELECTIONS:
             raise BadArgument(f"unknown offload set {offload!r}: choose one of dyn, {', '.join(_SELECTIONS)}")
         if not 0 < host_ratio <= 1:
             raise BadArgument(f"host_ratio is {host_ratio}: it is a share of the bytes, above 0 and at most 1")
         self._offload = offload
         self._host_ratio = host_ratio
+        self._codec = codec
         self.about = replace(type(self).about, adapts=offload == "dyn")
 
     def plan(self, problem: Problem) -> Plan:
@@ -110,4 +112,6 @@ class VdnnPlusPlus:
         for label in _SELECTIONS if self._offload == "dyn" else (self._offload,):
             gaps = _SELECTIONS[label](problem.trace, layers)
             swaps = transfers(problem, layers, gaps, synchronous=False)
+            if any(codec.name == self._codec for codec in problem.codecs):
+                swaps = tuple(replace(swap, codec=self._codec) for swap in swaps)
             yield Trial(label=f"offload {label}", swaps=swaps, prediction=predict(problem, swaps))
