@@ -60,6 +60,7 @@ NATIVE = Library(
         "range.h",
         "ranges.h",
         "remakes.h",
+        "runs.h",
         "schedule.h",
         "slow.h",
         "source.h",
