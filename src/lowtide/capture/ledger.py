@@ -89,6 +89,11 @@ class Ledger:
             for serial, nbytes in self._nbytes.items():
                 self.log(Event.EXISTS, serial, nbytes)
 
+    @property
+    def follows_touches(self) -> bool:
+        """Whether the step is recorded for an executor that moves pages."""
+        return self._lists
+
     def log(self, kind: Event, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Write a line, if the step is recorded. There is no clock: times are predicted later."""
         if self.recording:

@@ -86,7 +86,7 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
-    if devices == (None,) and not moves_nothing and _moves_pages(registry.policy(policy)):
+    if devices == (None,) and _moves_pages(registry.policy(policy)):
         return _on_pages(
             models,
             optimizers,
@@ -96,6 +96,7 @@ def open_tide(
             policy=registry.policy(policy),
             verify=verify,
             recompute=recompute,
+            moves_nothing=moves_nothing,
         )
     if slow is not None:
         raise BadArgument(
@@ -143,8 +144,11 @@ def _on_pages(
     policy: Policy,
     verify: bool,
     recompute: bool | None,
+    moves_nothing: bool,
 ) -> Tide:
-    opened = open_ranges(budgets, spill=spill, slow=slow, order=policy.about.victims, verify=verify)
+    opened = open_ranges(
+        budgets, spill=spill, slow=slow, order=policy.about.victims, verify=verify, moves_nothing=moves_nothing
+    )
     return CpuTide(
         models,
         optimizers,
@@ -154,6 +158,7 @@ def _on_pages(
         spill_name=opened.spill_name,
         policy=policy,
         recompute=recompute,
+        moves_nothing=moves_nothing,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from lowtide.core.machine import Machine
 from lowtide.core.order import Order
+from lowtide.core.trace import least_worth_moving
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, NativeUnavailable
 from lowtide.estimate.calibrate import SPILL, assumed_machine
@@ -116,17 +117,24 @@ def budgets_for(
 
 
 def open_ranges(
-    budgets: Budgets, *, spill: Spill, slow: Slow = None, order: Order = Order.OLDEST, verify: bool = False
+    budgets: Budgets,
+    *,
+    spill: Spill,
+    slow: Slow = None,
+    order: Order = Order.OLDEST,
+    verify: bool = False,
+    moves_nothing: bool = False,
 ) -> OpenedRanges:
     """Return the CPU's memory, whose tensors may leave to `spill`, and be used in `slow` memory.
 
-    Raises `NativeUnavailable` before it opens these.
+    `moves_nothing`: none does. Raises `NativeUnavailable` before it opens these.
     """
     ranges.check_available()
     with ExitStack() as opened:
         medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
         opened.callback(medium.close)
-        refuse_lossy(medium)
+        if not moves_nothing:
+            refuse_lossy(medium)
         name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
         machine = machine_for(medium)
         media: dict[str, Medium] = {SPILL: medium}
@@ -137,7 +145,7 @@ def open_ranges(
             machine = with_slow_memory(machine, below)
             media, rates = {SLOW: below, **media}, {SLOW: slow_rates(machine, SLOW, below)}
             name = f"{below.place}, {name}"
-        least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
+        least_bytes = least_worth_moving(budgets.fast_bytes)
         memory = RangeMemory(media, least_bytes=least_bytes, order=order, verify=verify, slow=rates)
         opened.pop_all()
     return OpenedRanges(memory=memory, machine=machine, spill_name=name)

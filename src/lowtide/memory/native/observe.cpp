@@ -122,7 +122,11 @@ Facts facts_from_schema(const at::RecordFunction& fn) {
   auto name = fn.operator_name();
   if (!name || facts.name == "aten::empty") return facts;
   auto op = c10::Dispatcher::singleton().findSchema(*name);
-  if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return facts;
+  if (!op) return facts;
+  // Some have a kernel of their own besides (`silu_backward`).
+  if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      !op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+    return facts;
   const auto& schema = op->schema();
   const auto& returns = schema.returns();
   bool view = !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
@@ -534,7 +538,7 @@ void unlock_log_after_fork() {
 }
 
 int32_t birth_tier(int64_t bytes) {
-  bool planned = touching.load(std::memory_order_relaxed) && bytes >= ranges().least_bytes && !remaking;
+  bool planned = touching.load(std::memory_order_relaxed) && bytes >= kLarge && !remaking;
   return planned && schedule().in_step() ? schedule().birth_tier(bytes) : -1;
 }
 
@@ -545,7 +549,7 @@ void note_made(Range* range) {
     outermost->holds.push_back({range, range->serial});
     note_slow(*outermost, range, false, true);
   }
-  if (touching.load(std::memory_order_relaxed) && range->bytes >= ranges().least_bytes && !remaking &&
+  if (touching.load(std::memory_order_relaxed) && range->bytes >= kLarge && !remaking &&
       schedule().in_step())
     schedule().on_born(range);
 }
