@@ -19,7 +19,15 @@ from lowtide.core.log import Log
 from lowtide.core.order import Order
 from lowtide.core.trace import Reach
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, BudgetTooSmall, LowtideError, RecomputeError, SpillCorrupted, SpillError
+from lowtide.errors import (
+    BadArgument,
+    BudgetTooSmall,
+    LowtideError,
+    NativeUnavailable,
+    RecomputeError,
+    SpillCorrupted,
+    SpillError,
+)
 from lowtide.memory.budget import auto_bytes, memory_limits
 from lowtide.memory.foreign import Foreign
 from lowtide.memory.lent import Lent
@@ -62,7 +70,8 @@ class RangeUsage:
 class RangeMemory:
     """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`.
 
-    `slow`: those that operators use in place, and what that costs.
+    `discards`: without a copy, as far as operators can make them again. `slow`: the media that operators use in
+    place, and what that costs.
     """
 
     device = torch.device("cpu")
@@ -74,6 +83,7 @@ class RangeMemory:
         *,
         least_bytes: int,
         order: Order = Order.OLDEST,
+        discards: bool = False,
         verify: bool = False,
         threads: int = 2,
         slow: Mapping[str, SlowRates] | None = None,
@@ -99,7 +109,7 @@ class RangeMemory:
                 medium=self._caller(medium) if files is None else None,
                 slow=self._slow.get(name),
             )
-        self.native.order(order)
+        self.native.order(order, discards=discards)
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
         self._lent: Lent | None = None
         self._loader_workers = LoaderWorkers(self.native.catch_faults)
@@ -385,6 +395,15 @@ class RangeMemory:
 def check_available() -> None:
     """Raise `NativeUnavailable` where ranges cannot be had."""
     load()
+
+
+def unavailable() -> str | None:
+    """Return why ranges cannot be had (None: they can)."""
+    try:
+        check_available()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
 
 
 # A memory whose tide was closed while there was no room for all that was away, or that a model was made in.

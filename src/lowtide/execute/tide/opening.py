@@ -12,7 +12,7 @@ from lowtide.core.machine import Machine
 from lowtide.core.order import Order
 from lowtide.core.trace import least_worth_moving
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.errors import BadArgument
 from lowtide.estimate.calibrate import SPILL, assumed_machine
 from lowtide.estimate.links import machine_for
 from lowtide.estimate.slow_memory import SLOW, with_slow_memory
@@ -122,12 +122,14 @@ def open_ranges(
     spill: Spill,
     slow: Slow = None,
     order: Order = Order.OLDEST,
+    discards: bool = False,
     verify: bool = False,
     moves_nothing: bool = False,
 ) -> OpenedRanges:
     """Return the CPU's memory, whose tensors may leave to `spill`, and be used in `slow` memory.
 
-    `moves_nothing`: none does. Raises `NativeUnavailable` before it opens these.
+    Where memory runs out they do in `order`; `discards`: without a copy, as far as they can be made again.
+    `moves_nothing`: none leaves. Raises `NativeUnavailable` before it opens these.
     """
     ranges.check_available()
     with ExitStack() as opened:
@@ -146,7 +148,7 @@ def open_ranges(
             media, rates = {SLOW: below, **media}, {SLOW: slow_rates(machine, SLOW, below)}
             name = f"{below.place}, {name}"
         least_bytes = least_worth_moving(budgets.fast_bytes)
-        memory = RangeMemory(media, least_bytes=least_bytes, order=order, verify=verify, slow=rates)
+        memory = RangeMemory(media, least_bytes=least_bytes, order=order, discards=discards, verify=verify, slow=rates)
         opened.pop_all()
     return OpenedRanges(memory=memory, machine=machine, spill_name=name)
 
@@ -154,7 +156,7 @@ def open_ranges(
 def open_backend(
     device: torch.device | None, budgets: Budgets, *, spill: Spill, verify: bool, moves_nothing: bool
 ) -> Opened:
-    """Return the backend for a device (None: the CPU's)."""
+    """Return the backend for a device (None: the CPU, where pages cannot move)."""
     if device is not None:
         _check_capacity(budgets, device, is_bounded=not moves_nothing)
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
@@ -163,7 +165,7 @@ def open_backend(
         if not moves_nothing:
             refuse_lossy(medium)
         if device is None:
-            machine, backend = machine_for(medium), _cpu(medium, verify=verify)
+            machine, backend = machine_for(medium), _advisory(medium, verify=verify)
         else:
             machine, backend = _device_machine(device, budgets), _on_device(medium, device, budgets, verify=verify)
     except BaseException:
@@ -181,15 +183,10 @@ def refuse_lossy(medium: Medium) -> None:
         )
 
 
-def _cpu(medium: Medium, *, verify: bool) -> Backend:
-    from lowtide.execute.backends.cpu.backend import CpuBackend
+def _advisory(medium: Medium, *, verify: bool) -> Backend:
+    from lowtide.execute.backends.advisory.backend import AdvisoryBackend
 
-    try:
-        return CpuBackend(medium, verify=verify)
-    except NativeUnavailable as error:
-        from lowtide.execute.backends.advisory.backend import AdvisoryBackend
-
-        return AdvisoryBackend(medium, verify=verify, reason=str(error))
+    return AdvisoryBackend(medium, verify=verify, reason=ranges.unavailable() or "it was asked for")
 
 
 def _on_device(medium: Medium, device: torch.device, budgets: Budgets, *, verify: bool) -> Backend:
