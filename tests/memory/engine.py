@@ -147,6 +147,15 @@ class Engine:
             assert time.monotonic() < until, "nobody waits"
             os.sched_yield()
 
+    def forget_adopted(self) -> None:
+        """See that nothing is reserved of what was adopted, and is freed by now."""
+        gc.collect()
+        self.memory.forget_freed()
+        self.native.settle()
+        self.native.trim()
+        assert self.counted.ranges <= self.ranges_at_open
+        self.reserved_at_open = self.native.counters().reserved_bytes
+
     def close(self, *, left: int = 0) -> None:
         """Close, and see that nothing is left but `left` ranges of the test."""
         if not self.open:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import random
 from collections.abc import Callable
@@ -54,17 +53,7 @@ def test_a_model_from_before_leaves_and_returns_in_place(opened: Opened) -> None
     for each in made:
         assert torch.equal(each, pattern(each.nbytes, each.nbytes) + 1)
     del made, each
-    _forget_adopted(engine)
-
-
-def _forget_adopted(engine: Engine) -> None:
-    """What was adopted is freed by now: nothing of it is reserved."""
-    gc.collect()
-    engine.memory.forget_freed()
-    engine.native.settle()
-    engine.native.trim()
-    assert engine.counted.ranges <= engine.ranges_at_open
-    engine.reserved_at_open = engine.native.counters().reserved_bytes
+    engine.forget_adopted()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -96,7 +85,7 @@ def test_the_allocators_own_blocks_stay_intact(opened: Opened, seed: int) -> Non
     assert engine.peak <= before // 2
     for neighbour in neighbours:
         neighbour.check_and_free()
-    _forget_adopted(engine)
+    engine.forget_adopted()
 
 
 @pytest.mark.parametrize("when", ["here", "away", "leaving", "clean"])
@@ -122,7 +111,7 @@ def test_freed_memory_is_the_allocators_again(opened: Opened, when: str) -> None
     engine.native.trim()
     assert engine.native.counters().reserved_bytes <= reserved - 4 * MIB + 8 * KIB
     assert engine.tier_used() == 0
-    _forget_adopted(engine)
+    engine.forget_adopted()
 
 
 def test_memory_of_others_is_not_adopted(opened: Opened, tmp_path: Path) -> None:
@@ -143,7 +132,7 @@ def test_memory_of_others_is_not_adopted(opened: Opened, tmp_path: Path) -> None
     engine.memory.forget_freed()
     assert engine.native.counters().foreign_bytes <= foreign - 4 * MIB
     mapped.close()
-    _forget_adopted(engine)
+    engine.forget_adopted()
 
 
 def test_what_is_too_large_for_the_budget_leaves_at_once(opened: Opened) -> None:
@@ -155,7 +144,7 @@ def test_what_is_too_large_for_the_budget_leaves_at_once(opened: Opened) -> None
         assert torch.equal(each, pattern(MIB, seed))
     assert engine.peak <= 8 * MIB
     del made, each
-    _forget_adopted(engine)
+    engine.forget_adopted()
 
 
 def test_a_second_engine_counts_them_once(opened: Opened) -> None:
@@ -185,7 +174,7 @@ def test_storages_from_before_that_grow_are_under_the_budget(opened: Opened) -> 
     with pytest.raises(torch.OutOfMemoryError):
         empty.resize_(32 * MIB)
     del large, small, empty
-    _forget_adopted(engine)
+    engine.forget_adopted()
 
 
 def test_storages_from_before_that_change(opened: Opened) -> None:
@@ -199,4 +188,4 @@ def test_storages_from_before_that_change(opened: Opened) -> None:
     assert torch.equal(y[:MIB], pattern(MIB, 1))
     assert engine.place(view) is Place.HERE
     del x, y, view
-    _forget_adopted(engine)
+    engine.forget_adopted()

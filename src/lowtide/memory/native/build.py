@@ -58,6 +58,7 @@ NATIVE = Library(
         "range.h",
         "ranges.h",
         "remakes.h",
+        "runs.h",
         "schedule.h",
         "slow.h",
         "tier.h",

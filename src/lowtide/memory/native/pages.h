@@ -1,13 +1,17 @@
 // Large blocks: ranges of whole pages under the budget, and the counters that the budget is kept by.
 //
-// Freed ranges are kept, merged with their neighbours, and handed out again by best fit, so that a step that repeats its
+// Freed ranges are kept, merged with their neighbours, and handed out again as they lie, so that a step that repeats its
 // sizes neither faults nor zeroes pages. What is scarce is physical memory, not addresses: when no kept range is long
 // enough, kept pages are moved side by side into a new range of addresses (mremap), which costs page-table work instead
 // of zeroing, and fragmentation can never make an allocation fail.
 //
+// Note [Huge pages]: a block of 2 MiB and more has huge pages wherever a whole one fits between its ends, and small ones at
+// the edges; the two are kept apart. Huge pages only ever move between addresses that are aligned alike, so that they stay
+// whole. Where they run out, small ones go back to the kernel for fresh huge ones; where small ones run out, a huge one is
+// broken, for good. So matrices keep huge pages however often they leave and return: they are a tenth of a step's time.
+//
 // Note [Holes]: a range keeps its addresses while its pages are elsewhere. `detach` moves its pages to other addresses and
-// leaves a hole, reserved and without access; `attach` moves pages onto a hole. Both move page tables, not bytes. From 2 MiB
-// on, addresses are aligned alike on both sides, so that huge pages move whole. At no instant are a range's addresses free:
+// leaves a hole, reserved and without access; `attach` moves pages onto a hole. Both move page tables, not bytes. At no instant are a range's addresses free:
 // another thread's mmap, malloc's for one, would be given them, and lose them to the hole (MREMAP_DONTUNMAP, Linux 5.7).
 //
 // Note [Pages of a file]: a step that the budget refuses runs to its update all the same, so that its refusal can tell what
@@ -15,6 +19,7 @@
 // when memory is scarce, so they are no part of the budget, and no reason to kill the process. They move as other pages do,
 // but are never kept: whoever gives them up gives them back to the file.
 #pragma once
+#include "runs.h"
 #include "tier.h"
 
 #include <fcntl.h>
@@ -31,6 +36,9 @@
 
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 namespace lowtide {
@@ -80,19 +88,13 @@ class Pages {
  public:
   std::mutex mutex;
 
-  // A range of exactly `n` bytes within the budget, or nullptr.
-  char* take(int64_t n) {
-    auto fit = by_size_.lower_bound({n, nullptr});
-    if (fit != by_size_.end()) {
-      char* start = fit->second;
-      int64_t length = fit->first;
-      forget(start, length);
-      if (length > n) keep(start + n, length - n);
-      return start;
-    }
+  // `n` bytes of pages within the budget, with huge ones where they can be at addresses aligned as `like`; or nullptr.
+  char* take(int64_t n, const char* like = nullptr) {
+    Layout layout = layout_of(like, n);
+    if (char* start = take_as_it_lies(layout)) return start;
     if (try_reserve(n))
-      if (char* fresh = map_fresh(n)) return fresh;
-    return kept_ > 0 ? assemble(n) : nullptr;
+      if (char* fresh = map_fresh(n, like)) return fresh;
+    return kept() > 0 ? assemble(layout, like) : nullptr;
   }
 
   // Whose pages the file behind `fd` gives from here on (-1: nobody gets any).
@@ -129,33 +131,22 @@ class Pages {
     mmap(start, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   }
 
-  void keep_merged(char* start, int64_t length) {
+  // Pages that nobody uses any more; `huge`: those that could be huge are.
+  void keep(char* start, int64_t length, bool huge) {
     if (is_of_file(start)) {
       forget_of_file(start, length);
       unmap_hole(start, length);
       return;
     }
-    auto after = by_start_.lower_bound(start);
-    if (after != by_start_.end() && after->first == start + length) {
-      length += after->second;
-      forget(after->first, after->second);
-    }
-    auto before = by_start_.lower_bound(start);
-    if (before != by_start_.begin()) {
-      --before;
-      if (before->first + before->second == start) {
-        char* joined = before->first;
-        length += before->second;
-        forget(before->first, before->second);
-        start = joined;
-      }
-    }
-    keep(start, length);
+    Layout layout = huge ? layout_of(start, length) : Layout{0, 0, length};
+    small_.keep(start, layout.head);
+    huge_.keep(start + layout.head, layout.whole);
+    small_.keep(start + layout.head + layout.whole, layout.tail);
   }
 
   // Return kept pages to the kernel until `n` more bytes could be reserved, or none are kept.
   void trim_for(int64_t n) {
-    while (kept_ > 0) {
+    while (kept() > 0) {
       int64_t budget = counters.budget.load();
       int64_t excess = budget ? counters.reserved.load() + n - budget : 0;
       if (excess <= 0) return;
@@ -164,18 +155,31 @@ class Pages {
   }
 
   void trim_all() {
-    while (kept_ > 0) unmap_some(kept_);
+    while (kept() > 0) unmap_some(kept());
   }
 
   int64_t kept() const {
-    return kept_;
+    return small_.bytes() + huge_.bytes();
   }
 
   // `n` bytes of fresh pages, whatever the budget says: where the alternative is a wrong number.
-  char* take_beyond_budget(int64_t n) {
+  char* take_beyond_budget(int64_t n, const char* like = nullptr) {
     counters.reserved += n;
     raise_to(counters.peak_reserved, counters.reserved.load());
-    return map_fresh(n);
+    return map_fresh(n, like);
+  }
+
+  // Have huge pages in memory of another allocator, where they fit. False: it has small ones, or some.
+  static bool collapse(char* start, int64_t n) {
+    Layout layout = layout_of(start, n);
+    if (layout.whole == 0) return true;  // there is no room for one
+    char* from = start + layout.head;
+    return madvise(from, layout.whole, MADV_HUGEPAGE) == 0 && madvise(from, layout.whole, MADV_COLLAPSE) == 0;
+  }
+
+  // Whether huge pages of a block at `from` stay whole when they move to `to`.
+  static bool aligned_alike(const char* from, const char* to) {
+    return ((reinterpret_cast<uintptr_t>(from) ^ reinterpret_cast<uintptr_t>(to)) & (kHuge - 1)) == 0;
   }
 
   // See Note [Holes]. Returns where the pages are now, for reading and writing, or nullptr: they could not be moved and are
@@ -243,17 +247,39 @@ class Pages {
  private:
   static constexpr int64_t kHuge = 2 << 20;
 
+  // See Note [Huge pages].
+  struct Layout {
+    int64_t head = 0, whole = 0, tail = 0;
+
+    int64_t bytes() const {
+      return head + whole + tail;
+    }
+    int64_t edges() const {
+      return head + tail;
+    }
+  };
+  static Layout layout_of(const char* start, int64_t n) {
+    int64_t past = reinterpret_cast<uintptr_t>(start) & (kHuge - 1), head = past ? kHuge - past : 0;
+    if (n < head + kHuge) return {0, 0, n};
+    int64_t whole = (n - head) & ~(kHuge - 1);
+    return {head, whole, n - head - whole};
+  }
+
   // Addresses without pages, aligned as `like` is where huge pages may move.
-  static char* reserve(int64_t n, const char* like) {
+  char* reserve(int64_t n, const char* like) {
     int64_t slack = n >= kHuge ? kHuge : 0;
     void* got = mmap(nullptr, n + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (got == MAP_FAILED) return nullptr;
     char* base = static_cast<char*>(got);
-    if (!slack) return base;
-    int64_t shift = (reinterpret_cast<uintptr_t>(like) - reinterpret_cast<uintptr_t>(base)) & (kHuge - 1);
-    if (shift > 0) munmap(base, shift);
-    if (shift < slack) munmap(base + shift + n, slack - shift);
-    return base + shift;
+    if (slack) {
+      int64_t shift = (reinterpret_cast<uintptr_t>(like) - reinterpret_cast<uintptr_t>(base)) & (kHuge - 1);
+      if (shift > 0) munmap(base, shift);
+      if (shift < slack) munmap(base + shift + n, slack - shift);
+      base += shift;
+    }
+    // Those of whatever was there before would cut huge pages in two.
+    seams_.erase(seams_.lower_bound(base), seams_.lower_bound(base + n));
+    return base;
   }
 
   // Move whole mappings (mremap may refuse to cross a seam); on failure everything is where it was.
@@ -293,21 +319,9 @@ class Pages {
     of_file_.erase(found);
   }
 
-  void keep(char* start, int64_t length) {
-    by_start_.emplace(start, length);
-    by_size_.emplace(length, start);
-    kept_ += length;
-  }
-
-  void forget(char* start, int64_t length) {
-    by_start_.erase(start);
-    by_size_.erase({length, start});
-    kept_ -= length;
-  }
-
-  char* map_fresh(int64_t n) {
+  char* map_fresh(int64_t n, const char* like) {
     trim_malloc_if_needed();
-    char* p = reserve(n, nullptr);
+    char* p = reserve(n, like);
     if (!p || mprotect(p, n, PROT_READ | PROT_WRITE) != 0) {
       if (p) munmap(p, n);
       counters.reserved -= n;
@@ -320,19 +334,28 @@ class Pages {
     return p;
   }
 
+  // Kept pages go back to the kernel: small ones first, and of these the smallest runs, the least likely to fit anything.
   void unmap_some(int64_t at_most) {
-    // The smallest ranges go first: they are the least likely to fit anything.
-    auto victim = by_size_.begin();
-    char* start = victim->second;
-    int64_t length = victim->first;
-    forget(start, length);
-    int64_t cut = std::min(length, at_most);
-    if (cut < length) keep(start, length - cut);
-    munmap(start + (length - cut), cut);
-    drop_seams(start + (length - cut), cut);
-    if (cut < length) seams_.insert(start);
-    counters.reserved -= cut;
-    counters.trimmed_bytes += cut;
+    if (small_.bytes() == 0 && at_most < kHuge) break_one();
+    Runs& from = small_.bytes() > 0 ? small_ : huge_;
+    Run run = from.smallest();
+    int64_t cut = std::min(run.bytes, &from == &huge_ ? at_most & ~(kHuge - 1) : at_most);
+    from.cut(run.end() - cut, cut);
+    unmap(run.end() - cut, cut);
+  }
+
+  void unmap(char* start, int64_t length) {
+    munmap(start, length);
+    drop_seams(start, length);
+    counters.reserved -= length;
+    counters.trimmed_bytes += length;
+  }
+
+  // A huge page is small ones from here on.
+  void break_one() {
+    Run run = huge_.smallest();
+    huge_.cut(run.end() - kHuge, kHuge);
+    small_.keep(run.end() - kHuge, kHuge);
   }
 
   void drop_seams(char* start, int64_t length) {
@@ -340,69 +363,114 @@ class Pages {
     seams_.insert(start + length);  // whatever follows is a mapping of its own now
   }
 
-  // A range of `n` bytes made of kept pages, moved side by side, and of fresh ones where those do not suffice.
-  char* assemble(int64_t n) {
-    constexpr int64_t kWorthMoving = 256 << 10;
+  // Kept pages that have a block's layout where they are: no system call.
+  char* take_as_it_lies(const Layout& layout) {
+    constexpr int kMostTries = 16;
+    if (layout.whole == 0) {
+      Run run = small_.smallest_of(layout.bytes());
+      if (run.start) small_.cut(run.start, layout.bytes());
+      return run.start;
+    }
+    char* found = nullptr;
+    int tries = 0;
+    huge_.each_of(layout.whole, [&](Run run) {
+      // Its edges lie beside the run, if anywhere.
+      char* whole = layout.head > 0 ? run.start : run.end() - layout.whole;
+      if (small_.covers(whole - layout.head, layout.head) && small_.covers(whole + layout.whole, layout.tail))
+        found = whole;
+      return found || ++tries == kMostTries;
+    });
+    if (!found) return nullptr;
+    huge_.cut(found, layout.whole);
+    small_.cut(found - layout.head, layout.head);
+    small_.cut(found + layout.whole, layout.tail);
+    return found - layout.head;
+  }
+
+  // A block made of kept pages, moved side by side, and of fresh ones where those do not suffice.
+  char* assemble(const Layout& layout, const char* like) {
+    constexpr int64_t kWorthMoving = 32 << 10;
     constexpr size_t kMostSeams = 20000;  // the kernel allows 65,530 mappings for each process
-    int64_t movable = 0;
-    if (seams_.size() < kMostSeams)
-      for (auto it = by_size_.lower_bound({kWorthMoving, nullptr}); it != by_size_.end() && movable < n; ++it)
-        movable += it->first;
-    int64_t moved = std::min(movable, n);
-    int64_t fresh = n - moved;
-    if (fresh > 0) {
-      // Ranges too small to move go back to the kernel, so that as much can be mapped afresh. Ranges that will be moved
-      // stay counted as reserved all along.
-      while (!try_reserve(fresh)) {
-        auto smallest = by_size_.begin();
-        if (smallest == by_size_.end() || (movable && smallest->first >= kWorthMoving)) return nullptr;
-        unmap_some(smallest->first);
+    bool moves = seams_.size() < kMostSeams;
+    int64_t whole = moves ? std::min(layout.whole, huge_.bytes()) : 0;
+    int64_t worth = 0;  // in small pages
+    if (moves)
+      small_.each_of(kWorthMoving, [&](Run run) {
+        worth += run.bytes;
+        return false;
+      });
+    while (moves && worth < layout.edges() && huge_.bytes() > whole) {
+      break_one();
+      worth += kHuge;
+    }
+    int64_t edges = std::min(layout.edges(), worth);
+    // What will be moved stays counted as reserved all along; other kept pages go back to the kernel, so that as much can be
+    // mapped afresh.
+    int64_t fresh = layout.bytes() - whole - edges;
+    while (!try_reserve(fresh)) {
+      int64_t spare = small_.bytes() - edges, huge_spare = huge_.bytes() - whole;
+      if (spare > 0) {
+        Run run = small_.smallest();
+        int64_t cut = std::min(run.bytes, spare);
+        if (run.bytes >= kWorthMoving) {
+          int64_t excess = counters.reserved.load() + fresh - counters.budget.load();
+          cut = std::min(cut, std::max<int64_t>(round_to_page(excess), kPage));
+        }
+        small_.cut(run.end() - cut, cut);
+        unmap(run.end() - cut, cut);
+      } else if (huge_spare > 0) {
+        Run run = huge_.smallest();
+        huge_.cut(run.end() - kHuge, kHuge);
+        unmap(run.end() - kHuge, kHuge);
+      } else {
+        return nullptr;
       }
     }
-    auto* target = static_cast<char*>(
-        mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (target == MAP_FAILED) {
+    char* target = reserve(layout.bytes(), like);
+    if (!target) {
       counters.reserved -= fresh;
       return nullptr;
     }
-    int64_t filled = 0, taken = 0;
-    while (filled < moved) {
-      auto largest = std::prev(by_size_.end());
-      char* start = largest->second;
-      int64_t length = largest->first;
-      forget(start, length);
-      int64_t used = std::min(length, moved - filled);
-      if (used < length) keep(start + used, length - used);
-      taken += used;
-      if (!move_pages(start, used, target + filled)) {
-        // Out of mappings, most likely. The pages of this piece are lost to us either way; map the rest afresh.
-        break;
-      }
-      filled += used;
-    }
-    // Pages of a piece that could not be moved are gone, but still counted; pieces not reached stay kept, and so what
-    // replaces them has to be reserved.
-    if (taken < moved && !try_reserve(moved - taken)) {
-      drop_seams(target, n);
-      munmap(target, n);
+    int64_t head = std::min(layout.head, edges), tail = edges - head, taken = 0;
+    char* middle = target + layout.head;
+    char* last = middle + layout.whole;
+    bool filled = fill(small_, target, head, layout.head, taken) && fill(huge_, middle, whole, layout.whole, taken) &&
+        fill(small_, last, tail, layout.tail, taken);
+    if (!filled) {  // out of mappings: what was moved is lost to us, what was not is still kept
+      munmap(target, layout.bytes());
+      drop_seams(target, layout.bytes());
       counters.reserved -= taken + fresh;
       return nullptr;
     }
-    taken = moved;
-    if (filled < n) {
-      int64_t rest = n - filled;
-      void* p = mmap(target + filled, rest, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-      if (p == MAP_FAILED) {
-        munmap(target, n);
-        counters.reserved -= taken + fresh;
-        return nullptr;
-      }
-      if (rest >= (2 << 20)) madvise(p, rest, MADV_HUGEPAGE);
-      seams_.insert(target + filled);
-      counters.fresh_bytes += rest;
-    }
-    counters.moved_bytes += filled;
+    counters.moved_bytes += taken;
     return target;
+  }
+
+  // Have `moved` bytes of kept pages at `to`, and fresh ones behind them up to `n`. False: the kernel refuses.
+  bool fill(Runs& from, char* to, int64_t moved, int64_t n, int64_t& taken) {
+    char* end = to + n;
+    while (moved > 0) {
+      Run run = from.smallest_of(moved);
+      if (!run.start) run = from.largest();
+      int64_t used = std::min(run.bytes, moved);
+      from.cut(run.start, used);
+      taken += used;
+      // Pages that cannot be moved are gone: fresh ones take their place.
+      if (!move_pages(run.start, used, to) && !map_over(to, used)) return false;
+      to += used;
+      moved -= used;
+    }
+    return to == end || map_over(to, end - to);
+  }
+
+  bool map_over(char* start, int64_t n) {
+    void* got = mmap(start, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (got == MAP_FAILED) return false;
+    if (n >= kHuge) madvise(start, n, MADV_HUGEPAGE);
+    drop_seams(start, n);
+    seams_.insert(start);
+    counters.fresh_bytes += n;
+    return true;
   }
 
   // Move whole mappings (mremap refuses to cross a seam). On failure the source pages are unmapped.
@@ -427,13 +495,11 @@ class Pages {
     return ok;
   }
 
-  std::map<char*, int64_t> by_start_;
-  std::set<std::pair<int64_t, char*>> by_size_;
+  Runs small_, huge_;  // see Note [Huge pages]
   std::map<char*, int64_t> of_file_;  // offsets in the file, by where its pages are now
   Extents file_extents_;
   int file_ = -1;
   std::set<char*> seams_;  // a superset of the addresses where one of our mappings begins
-  std::atomic<int64_t> kept_{0};
 };
 
 // Never destroyed: blocks may be freed while the process exits.

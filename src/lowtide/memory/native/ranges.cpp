@@ -94,7 +94,7 @@ void Ranges::remove(Range* range) {
   if (pays_fast(range)) counters.live -= range->bytes;
   if (range->place == Place::kHere) {
     if (!range->writable) mprotect(range->start, range->bytes, PROT_READ | PROT_WRITE);
-    pages().keep_merged(range->start, range->bytes);
+    pages().keep(range->start, range->bytes, range->huge);
   } else {
     pages().unmap_hole(range->start, range->bytes);
   }
@@ -111,6 +111,7 @@ Range* Ranges::adopt(char* data, int64_t bytes) {
   range->data = data;
   by_data_.emplace(data, range);
   range->foreign = true;
+  range->huge = Pages::collapse(range->start, length);
   range->block = bytes;
   counters.reserved += length;
   raise_to(counters.peak_reserved, counters.reserved.load());
@@ -224,9 +225,10 @@ bool Ranges::make_writable(Range* range) {
   return true;
 }
 
-void Ranges::settle(Range* range, char* from) {
+void Ranges::settle(Range* range, char* from, bool huge) {
   if (!pages().attach(from, range->bytes, range->start)) std::abort();  // a hole takes as many mappings as its pages had
   range->place = Place::kHere;
+  range->huge = huge;
   if (range->liens > 0) protect(range);
   progress();
 }
@@ -267,9 +269,9 @@ bool Ranges::own_slot(Range* range) {
   }
   if (own.offset >= 0) tiers[own.tier].extents.give(own.offset, range->bytes);
   // No room there: it is in fast memory from here on, whatever the budget says, for it may be written to already.
-  char* room = pages().take(range->bytes);
+  char* room = pages().take(range->bytes, range->start);
   if (!room) {
-    room = pages().take_beyond_budget(range->bytes);
+    room = pages().take_beyond_budget(range->bytes, range->start);
     if (!room) return false;
     counted.beyond += range->bytes;
     note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
@@ -283,24 +285,24 @@ int Ranges::move_here(Range* range, char* room) {
   int error = mprotect(range->start, bytes, PROT_READ) ? errno : 0;
   if (!error) error = tiers[range->slot.tier].move(false, room, bytes, range->slot.offset);
   if (error) {
-    pages().keep_merged(room, bytes);
+    pages().keep(room, bytes, true);
     return error;
   }
   count_slow(-bytes);
   count_live(bytes);
   give_slot(range->slot, bytes, range->slot_forks);
   range->dirty = range->writable = true;
-  settle(range, room);
+  settle(range, room, true);
   return 0;
 }
 
 bool Ranges::fetch_slow(Range* range) {
   if (range->place != Place::kSlow) return true;
   if (range->pins > 0 || stopping_) return false;
-  char* room = pages().take(range->bytes);
+  char* room = pages().take(range->bytes, range->start);
   if (!room) return false;
   if (mprotect(range->start, range->bytes, PROT_NONE) != 0) {
-    pages().keep_merged(room, range->bytes);
+    pages().keep(room, range->bytes, true);
     return false;
   }
   count_slow(-range->bytes);
@@ -370,7 +372,7 @@ bool Ranges::call_back(Range* range) {
   // What has been written of it, or is being written, is worth nothing; its slot goes back when the transfer has ended.
   range->slot = Slot{range->slot.tier, -1};
   range->dirty = range->writable = true;
-  settle(range, transfer->data);
+  settle(range, transfer->data, transfer->huge);
   transfer->data = nullptr;
   return true;
 }
@@ -388,7 +390,7 @@ void Ranges::enqueue(Transfer* transfer) {
 }
 
 void Ranges::begin_read(Range* range, char* pages, bool urgent) {
-  auto* transfer = new Transfer{range, false, pages, range->bytes, range->slot, range->slot_forks};
+  auto* transfer = new Transfer{range, false, pages, range->bytes, true, range->slot, range->slot_forks};
   range->transfer = transfer;
   range->place = Place::kArriving;
   counted.arriving += range->bytes;
@@ -411,7 +413,7 @@ bool Ranges::prefetch(Range* range) {
   if (range->place == Place::kSlow) return fetch_slow(range);
   if (range->place != Place::kAway || is_discarded(range)) return true;
   if (range->lost || stopping_) return false;
-  char* room = pages().take(range->bytes);
+  char* room = pages().take(range->bytes, range->start);
   if (!room) return false;
   begin_read(range, room, false);
   return true;
@@ -457,15 +459,15 @@ bool Ranges::bring_waiting(
       if (remaking) break;
       remakes().ask({serial});
     } else if (range->place == Place::kAway) {
-      char* room = pages().take(range->bytes);
+      char* room = pages().take(range->bytes, range->start);
       if (!room) {
         make_room(range->bytes, !with_gil);
-        room = pages().take(range->bytes);
+        room = pages().take(range->bytes, range->start);
       }
       // What is in slow memory can be touched there.
       if (!room && counted.leaving == 0 && tiers[range->slot.tier].addressable && settle_slow(range, nullptr)) continue;
       // What is on a disk needs fast memory: something else that is in use goes on in slow memory.
-      if (!room && counted.leaving == 0 && displace(range->bytes)) room = pages().take(range->bytes);
+      if (!room && counted.leaving == 0 && displace(range->bytes)) room = pages().take(range->bytes, range->start);
       // See Note [Who may wait].
       if (!room && counted.leaving == 0 && counted.arriving == 0) {
         note_refusal(range->bytes);
@@ -476,7 +478,7 @@ bool Ranges::bring_waiting(
           note_trouble({ENOMEM, false, range->bytes, range->slot.tier});
           if (with_gil) break;  // whoever asks has not begun: the next allocation is refused
           thrashing_ = 0;
-          room = pages().take_beyond_budget(range->bytes);
+          room = pages().take_beyond_budget(range->bytes, range->start);
           counted.beyond += range->bytes;
         }
       }
@@ -638,13 +640,13 @@ bool Ranges::leave(Range* range, int32_t tier, bool placed) {
     range->place = Place::kAway;
     counters.live -= range->bytes;
     counted.released += range->bytes;
-    pages().keep_merged(away, range->bytes);
+    pages().keep(away, range->bytes, range->huge);
     if (placed) settle_slow(range, nullptr);  // else it comes back when it is touched
     return true;
   }
   range->slot_forks = forks_;
   range->summed = false;
-  auto* transfer = new Transfer{range, true, away, range->bytes, range->slot, forks_};
+  auto* transfer = new Transfer{range, true, away, range->bytes, range->huge, range->slot, forks_};
   transfer->placed = placed;
   if (placed) counted.placed += range->bytes;
   range->transfer = transfer;
@@ -667,7 +669,7 @@ bool Ranges::discard(Range* range) {
   range->place = Place::kAway;
   counters.live -= range->bytes;
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kLeft, range->serial, range->bytes, 0);
-  pages().keep_merged(away, range->bytes);
+  pages().keep(away, range->bytes, range->huge);
   progress();
   return true;
 }
@@ -691,7 +693,7 @@ void Ranges::transplant(Range* from, Range* to) {
   counters.live -= from->bytes;
   count_live(to->bytes);
   to->writable = to->dirty = true;
-  settle(to, away);
+  settle(to, away, from->huge && Pages::aligned_alike(from->start, to->start));
 }
 
 Range* Ranges::victim(int64_t need, bool at_fault) const {
@@ -795,18 +797,18 @@ void Ranges::shrink(int64_t excess) {
 }
 
 void Ranges::take_off_file(Range* range) {
-  char* room = pages().take_beyond_budget(range->bytes);
+  char* room = pages().take_beyond_budget(range->bytes, range->start);
   if (!room) return;
   std::memcpy(room, range->start, range->bytes);
   char* of_file = pages().detach(range->start, range->bytes, range->writable);
   if (!of_file) {
-    pages().keep_merged(room, range->bytes);
+    pages().keep(room, range->bytes, true);
     return;
   }
   range->writable = true;
   range->dirty = true;
-  pages().keep_merged(of_file, range->bytes);
-  settle(range, room);
+  pages().keep(of_file, range->bytes, false);
+  settle(range, room, true);
 }
 
 bool Ranges::displace(int64_t need) {
@@ -829,7 +831,7 @@ bool Ranges::displace(int64_t need) {
   best->writable = true;
   if (tiers[tier].move(true, away, best->bytes, slot.offset) != 0) {
     give_slot(slot, best->bytes, forks_);
-    settle(best, away);
+    settle(best, away, best->huge);
     return false;
   }
   give_slot(best->slot, best->bytes, best->slot_forks);
@@ -838,25 +840,25 @@ bool Ranges::displace(int64_t need) {
   if (!settle_slow(best, nullptr)) {
     give_slot(best->slot, best->bytes, forks_);
     best->dirty = true;
-    settle(best, away);
+    settle(best, away, best->huge);
     return false;
   }
   counters.live -= best->bytes;
   counted.placed += best->bytes;
-  pages().keep_merged(away, best->bytes);
+  pages().keep(away, best->bytes, best->huge);
   return true;
 }
 
 void Ranges::fill_lost(Range* range) {
   pages().trim_for(range->bytes);
-  char* room = pages().take_beyond_budget(range->bytes);
+  char* room = pages().take_beyond_budget(range->bytes, range->start);
   if (!room) std::abort();
   std::memset(room, 0xFF, range->bytes);
   count_live(range->bytes);
   note_trouble({range->lost, false, range->bytes, range->slot.tier});
   remakes().forget(range);
   range->filled = range->writable = true;
-  settle(range, room);
+  settle(range, room, true);
 }
 
 void Ranges::lose_slow(Range* range, int code) {
@@ -874,7 +876,7 @@ void Ranges::unfill(Range* range) {
   range->writable = true;
   range->place = Place::kAway;
   counters.live -= range->bytes;
-  pages().keep_merged(ones, range->bytes);
+  pages().keep(ones, range->bytes, range->huge);
 }
 
 void Ranges::forget_trouble() {
@@ -965,7 +967,7 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
   if (transfer->window && (transfer->cancelled || transfer->recalled)) munmap(transfer->window, bytes);
   if (transfer->cancelled) {
     if (transfer->data) {  // else it was called back
-      pages().keep_merged(transfer->data, bytes);
+      pages().keep(transfer->data, bytes, transfer->huge);
       (transfer->write ? counted.leaving : counted.arriving) -= bytes;
     }
     give_slot(transfer->slot, bytes, transfer->forks);
@@ -997,12 +999,12 @@ void Ranges::finish_write(Transfer* transfer) {
     give_slot(range->slot, range->bytes, range->slot_forks);
     range->dirty = true;
     range->stuck = true;
-    settle(range, transfer->data);
+    settle(range, transfer->data, transfer->huge);
     return;
   }
   range->place = Place::kAway;
   counters.live -= range->bytes;
-  pages().keep_merged(transfer->data, transfer->bytes);
+  pages().keep(transfer->data, transfer->bytes, transfer->huge);
   if (!transfer->window) return;
   if (!settle_slow(range, transfer->window)) munmap(transfer->window, transfer->bytes);  // it comes back when touched
 }
@@ -1018,7 +1020,7 @@ void Ranges::finish_read(Transfer* transfer) {
     }
     range->place = Place::kAway;
     counters.live -= range->bytes;
-    pages().keep_merged(transfer->data, transfer->bytes);
+    pages().keep(transfer->data, transfer->bytes, transfer->huge);
     return;
   }
   if (range->tracked && mprotect(transfer->data, transfer->bytes, PROT_READ) == 0) {
@@ -1029,7 +1031,7 @@ void Ranges::finish_read(Transfer* transfer) {
     range->dirty = true;
     give_slot(range->slot, range->bytes, range->slot_forks);
   }
-  settle(range, transfer->data);
+  settle(range, transfer->data, transfer->huge);
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kCameBack, range->serial, range->bytes);
 }
 
@@ -1075,7 +1077,7 @@ int Ranges::stop_waiting(bool bring_back) {
     if (range->place == Place::kLeaving || bring_back) bring_waiting(range, guard, false);
     if (range->serial != serial) continue;
     if (range->place == Place::kSlow) {
-      char* room = pages().take_beyond_budget(range->bytes);
+      char* room = pages().take_beyond_budget(range->bytes, range->start);
       int failed = room ? move_here(range, room) : ENOMEM;
       if (failed && !error) error = failed;
     }
@@ -1172,11 +1174,11 @@ void Ranges::abandon_in_child() {
     if (transfer->write) {
       range->slot = Slot{range->slot.tier, -1};
       range->writable = range->dirty = true;
-      settle(range, transfer->data);
+      settle(range, transfer->data, transfer->huge);
     } else {
       range->place = Place::kAway;
       counters.live -= range->bytes;
-      pages().keep_merged(transfer->data, range->bytes);
+      pages().keep(transfer->data, range->bytes, transfer->huge);
     }
   }
   counted.leaving = counted.arriving = under_way_ = counted.slow = 0;
@@ -1187,7 +1189,7 @@ bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& 
   if (range->place == Place::kHere) return true;
   if (range->lost || is_discarded(range)) return false;
   if (range->slot.tier >= static_cast<int32_t>(tiers.size())) return false;
-  char* room = pages().take_beyond_budget(range->bytes);
+  char* room = pages().take_beyond_budget(range->bytes, range->start);
   if (!room) return false;
   int64_t bytes = range->bytes;
   Slot slot = range->slot;
@@ -1198,12 +1200,12 @@ bool Ranges::bring_in_child_waiting(Range* range, std::unique_lock<std::mutex>& 
   guard.lock();
   bool wanted = range->serial == serial && range->place != Place::kHere;
   if (!wanted || !same) {
-    pages().keep_merged(room, bytes);
+    pages().keep(room, bytes, true);
     return range->serial == serial && range->place == Place::kHere;
   }
   count_live(bytes);
   range->writable = range->dirty = true;
-  settle(range, room);
+  settle(range, room, true);
   return true;
 }
 

@@ -67,6 +67,7 @@ struct Transfer {
   bool write;
   char* data;  // where the pages are
   int64_t bytes;
+  bool huge;  // see Note [Huge pages]
   Slot slot;
   int64_t forks = 0;  // how many there had been when the slot was last written, or is
   bool placed = false;     // its range is to have the slot's pages at its addresses
@@ -292,7 +293,8 @@ class Ranges {
   void finish_read(Transfer* transfer);
   // Give a leaving range its pages back. False: somebody still reads them; they come back when that ends.
   bool call_back(Range* range);
-  void settle(Range* range, char* pages);
+  // Have pages at its addresses; `huge`: see Note [Huge pages].
+  void settle(Range* range, char* pages, bool huge);
   bool own_slot(Range* range);
   // Copy a range from slow memory into pages, on this thread. An errno: it is where it was.
   int move_here(Range* range, char* room);
