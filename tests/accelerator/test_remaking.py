@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import lowtide
@@ -19,9 +20,9 @@ from lowtide.execute.recompute.rerun import Rerun
 from lowtide.execute.tide.script import stepping
 from lowtide.execute.tide.tide import Tide
 from tests.accelerator.devices import races, shake
-from tests.bitwise.discard_all import DiscardAll
-from tests.execute.recompute.test_remaking import (
+from tests.accelerator.remaking import (
     CHANGES,
+    WIDTH,
     ChangesWhatItSaved,
     Step,
     assert_gradients_of_stock,
@@ -33,6 +34,7 @@ from tests.execute.recompute.test_remaking import (
     saved_sum,
     trained,
 )
+from tests.bitwise.discard_all import DiscardAll
 
 MIB = 1 << 20
 ROOM_BYTES = 8 * MIB
@@ -223,3 +225,164 @@ def test_a_storages_number_is_never_anothers() -> None:
         assert number not in seen
         seen.add(number)
     assert len(serials._known) < 3000
+
+
+def test_what_the_last_remembered_call_made_is_given_up_too(tmp_path: Path) -> None:
+    # What a call makes is saved when the call is over: by its own operator, or by one that reads it.
+    with opened(tmp_path) as tide:
+        weights, inputs = trained(tide)
+        plan = tide.plan()
+        assert plan is not None
+        with tide.step():
+            loss = chained(weights, inputs)
+            assert discarded(tide) == len({one.gap.storage for one in plan.recomputes}) > 1
+            written = tide.stats()["swapped_out_bytes"]
+            loss.backward()
+        assert tide.stats()["swapped_out_bytes"] == written
+
+
+def test_running_statistics_that_move_after_they_were_read(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+
+    def evaluated(_index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        norm.reset_running_stats()
+        norm.eval()
+        first = saved_sum(weight, norm(offset))
+        norm.train()
+        return (first * norm(first * 3 + 1)).sigmoid()
+
+    def read(_index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        norm.reset_running_stats()
+        first = saved_sum(weight - norm.running_mean, offset)
+        return (first * norm(first * 3 + 1)).sigmoid()
+
+    assert_exact(evaluated, tmp_path, room_bytes=16 << 20)
+    assert_exact(read, tmp_path, room_bytes=16 << 20)
+
+
+def test_an_operator_of_another_library_may_write_what_it_is_given(tmp_path: Path) -> None:
+    library = torch.library.Library("lowtide_test", "DEF")
+    library.define("fill(Tensor x) -> ()")  # and does not say that it writes
+
+    def fill(x: Tensor) -> None:
+        x.fill_(0.5)
+
+    library.impl("fill", fill, "CompositeExplicitAutograd")
+
+    def step(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        made = offset.neg()
+        if index >= 3:
+            torch.ops.lowtide_test.fill(made)
+        sums = made + weight
+        del made
+        return saved_sum(weight, sums)
+
+    assert_exact(step, tmp_path)
+
+
+def test_a_call_that_raises_half_way_may_have_changed_its_operands(tmp_path: Path) -> None:
+    def step(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        one, two = offset.neg(), offset.abs()
+        first, second = one.abs(), two.abs()[:, : 3 if index >= 3 else WIDTH]
+        with suppress(RuntimeError):
+            torch._foreach_add_([one, two], [first, second])
+        sums = one + weight
+        del one, two, first, second
+        return sums.sigmoid().exp().sigmoid() * 2
+
+    assert_exact(step, tmp_path, room_bytes=12 << 20)
+
+
+def test_what_could_not_be_made_before_a_write_raises_instead_of_being_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator that writes cannot be kept from it: neither the error nor the loss of the bytes may be hidden."""
+    raised = []
+
+    def step(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        value = saved_sum(weight, offset)
+        if index == 4:
+            with monkeypatch.context() as patched:
+                patched.setattr(Rerun, "run", lambda _self: raised.append(1) or 1 / 0)
+                offset.data.mul_(0.5)
+            with pytest.raises(ZeroDivisionError):
+                (offset * weight).sigmoid()  # the next save
+        return value * 2
+
+    with opened(tmp_path) as tide:
+        gradients(step, tide, steps=4)
+        with pytest.raises(RuntimeError, match="was changed in place"):
+            gradients(lambda index, *operands: step(index + 4, *operands), tide, steps=1)
+    assert raised
+
+
+def test_what_the_program_has_set_is_as_it_was_after_calls_have_run_again(tmp_path: Path) -> None:
+    def step(_index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        torch.use_deterministic_algorithms(False)
+        value = saved_sum(weight, offset)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return value * 2
+
+    try:
+        assert_exact(step, tmp_path)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_change_through_a_view_of_another_dtype(tmp_path: Path) -> None:
+    def step(_index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        made = offset.neg()
+        made.view(torch.int32).bitwise_not_()
+        sums = made.nan_to_num() + weight
+        del made
+        return sums.sigmoid().exp().sigmoid() * 2
+
+    assert_exact(step, tmp_path)
+
+
+def test_what_many_layers_read_may_change_within_the_budget(tmp_path: Path) -> None:
+    def step(index: int, weight: Tensor, offset: Tensor) -> Tensor:
+        value = offset.abs()
+        for _ in range(24):
+            value = (value * weight + offset).sigmoid()
+        if index >= 3:
+            offset.data.mul_(0.5)
+        return value
+
+    assert_exact(step, tmp_path, room_bytes=14 << 20)
+
+
+def test_nothing_is_held_longer_than_its_record(tmp_path: Path) -> None:
+    with opened(tmp_path, room_bytes=10 << 20) as tide:
+        weights, inputs = trained(tide, layers=12)
+        held: list[int] = []
+        weights[0].register_hook(lambda _gradient: held.append(len(tide._runtime.machine.records())))
+        with tide.step():
+            chained(weights, inputs).backward()
+    assert held[0] <= 3, "what backward has passed is let go"
+
+
+def test_modes_of_the_program_do_not_see_what_runs_again(tmp_path: Path) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+    inputs = torch.randn(1024, WIDTH)
+
+    def flops(tide: Tide | None) -> list[int]:
+        found = []
+        for _ in range(5):
+            with FlopCounterMode(display=False) as counter:
+                if tide is None:
+                    model(inputs).sum().backward()
+                else:
+                    with tide.step():
+                        model(inputs).sum().backward()
+            found.append(counter.get_total_flops())
+        return found
+
+    with opened(tmp_path, room_bytes=12 << 20) as tide:
+        managed = flops(tide)
+        assert ran_again(tide)
+    assert managed == flops(None)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -14,19 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide import capture_model, zoo
+from lowtide import capture_model, capture_step, zoo
 from lowtide.capture import Training
 from lowtide.capture.fake import capture_fake
 from lowtide.capture.flops import CountFlops, with_flops
-from lowtide.core.trace import Kind, Phase, Save, Trace
+from lowtide.core.trace import RANGE_BYTES, Kind, Phase, Reach, Trace
 from lowtide.errors import BadArgument
 from lowtide.estimate import machine
-from lowtide.execute.tide.fit import open_tide
 from tests.zoo.sizes import SMALL
 
-KIB, MIB = 1 << 10, 1 << 20
-BUDGET = 256 * MIB
-LEAST_BYTES = BUDGET // 4096  # what the runtime manages under that budget
+KIB = 1 << 10
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,34 +44,17 @@ def executed(name: str) -> Trace:
     training = small(name)()
     assert training.model is not None
     assert training.optimizer is not None
-    with open_tide(
-        [training.model],
-        [training.optimizer],
-        budget=BUDGET,
-        spill="null:",
-        policy="keep_all",
-        verify=False,
-        moves_nothing=True,
-    ) as tide:
-        for _ in range(2):
-            with tide.step():
-                training.step()
-        return tide.trace()
+    return capture_step(training.step, model=training.model, optimizer=training.optimizer)
 
 
 @cache
 def faked(name: str) -> Trace:
-    return capture_fake(small(name), least_bytes=LEAST_BYTES)
+    return capture_fake(small(name), least_bytes=RANGE_BYTES, reach=Reach.TOUCHED)
 
 
 def pages(nbytes: int) -> int:
     """Return what the native allocator counts for a block: whole pages from 64 KiB on."""
     return nbytes if nbytes < 64 * KIB else -(-nbytes // 4096) * 4096
-
-
-def saves(trace: Trace) -> list[Save]:
-    """Return the saves without those of the batch, which was made before the tide opened, so that it is not managed."""
-    return [save for save in trace.saves if trace.storages[save.storage].first_op >= 0]
 
 
 # Thousands of operators each: they take too long for every run.
@@ -85,8 +66,6 @@ every_model = pytest.mark.parametrize(
 
 @every_model
 def test_the_same_operators_run_in_the_same_order_and_modules(name: str) -> None:
-    if name == "llama":
-        pytest.xfail("one overload of repeat_interleave is composed of others, and the executed trace goes by its name")
     real, fake = executed(name), faked(name)
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
     assert [op.module for op in fake.ops] == [op.module for op in real.ops]
@@ -98,40 +77,20 @@ def test_the_same_operators_run_in_the_same_order_and_modules(name: str) -> None
 
 
 @every_model
-def test_the_same_bytes_are_saved_by_the_same_operators_and_used_and_released_when_they_were(name: str) -> None:
-    real, fake = executed(name), faked(name)
-    ours, theirs = saves(fake), saves(real)
-    assert len(theirs) >= 1
-    assert [pages(fake.storages[save.storage].nbytes) for save in ours] == [
-        pages(real.storages[save.storage].nbytes) for save in theirs
-    ]
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine.packed_op, mine.free_op, mine.uses, mine.released_op, mine.packs) == (
-            other.packed_op,
-            other.free_op,
-            other.uses,
-            other.released_op,
-            other.packs,
-        )
-        made, really_made = fake.storages[mine.storage], real.storages[other.storage]
-        assert (made.producer, made.versions) == (really_made.producer, really_made.versions)
-
-
-@every_model
 def test_the_gaps_are_the_same(name: str) -> None:
     def gaps(trace: Trace) -> list[tuple[int, int, int]]:
         found = ((g.after_op, g.before_op, pages(trace.storages[g.storage].nbytes)) for g in trace.gaps())
         return sorted(found)
 
-    assert gaps(faked(name)) == gaps(executed(name))
+    assert gaps(faked(name)) == gaps(executed(name)) != []
 
 
 @every_model
 def test_the_peak_is_the_executed_one_but_for_scratch_inside_operators(name: str) -> None:
     real, fake = executed(name), faked(name)
-    # Scratch is a larger part of these tiny models than of real ones: 2.7% of U-Net's peak, and 8.2% of its floor, most
-    # of which is gradients that may leave.
-    least = 0.91 if name == "unet" else 0.95
+    # Scratch is a larger part of these tiny models than of real ones: 2.7% of U-Net's peak, and a third of its floor,
+    # which is one convolution with its operands and scratch.
+    least = 0.67 if name == "unet" else 0.95
     assert 0.97 * real.peak_bytes <= fake.peak_bytes <= real.peak_bytes
     assert least * real.floor_bytes() <= fake.floor_bytes() <= real.floor_bytes()
     # The native allocator counts small blocks with their headers and larger ones in pages.
@@ -151,18 +110,15 @@ def test_storages_are_of_the_kinds_they_are(name: str) -> None:
 
 @every_model
 def test_operands_and_results_are_the_executed_ones(name: str) -> None:
-    if name == "sd_unet":
-        pytest.xfail("one operator of the U-Net writes in place where the trace that is not executed sees a result")
+    real, fake = executed(name), faked(name)
 
-    def touched(trace: Trace) -> list[tuple[list[int], list[int]]]:
-        size = [pages(storage.nbytes) for storage in trace.storages]
+    def sizes(trace: Trace, storages: tuple[int, ...]) -> Counter[int]:
         # Executed, a Python number is a tensor of 8 bytes to an operator; on fake tensors it stays a number.
-        return [
-            (sorted(size[s] for s in op.reads if size[s] > 8), sorted(size[s] for s in op.writes if size[s] > 8))
-            for op in trace.ops
-        ]
+        return Counter(pages(trace.storages[s].nbytes) for s in storages if trace.storages[s].nbytes > 8)
 
-    assert touched(faked(name)) == touched(executed(name))
+    for ours, theirs in zip(fake.ops, real.ops, strict=True):
+        assert sizes(fake, ours.reads) == sizes(real, theirs.reads), theirs
+        assert sizes(fake, ours.writes) <= sizes(real, theirs.writes), theirs  # and scratch that no fake tensor shows
 
 
 # ---- sizes no machine has ----
@@ -240,8 +196,8 @@ def test_counts_of_another_step_are_not_believed() -> None:
 
 
 def test_times_are_those_of_the_machine_asked_for() -> None:
-    slow = capture_fake(small("vgg16"), machine=machine("k40c"), least_bytes=LEAST_BYTES)
-    fast = capture_fake(small("vgg16"), machine=machine("h100"), least_bytes=LEAST_BYTES)
+    slow = capture_fake(small("vgg16"), machine=machine("k40c"), least_bytes=RANGE_BYTES)
+    fast = capture_fake(small("vgg16"), machine=machine("h100"), least_bytes=RANGE_BYTES)
     assert fast.duration_s < slow.duration_s
     assert all(quick.duration_s <= long.duration_s for quick, long in zip(fast.ops, slow.ops, strict=True))
     assert slow.duration_s == pytest.approx(sum(op.duration_s for op in slow.ops))
@@ -289,14 +245,8 @@ def test_a_kept_result_is_never_free_and_one_let_go_of_is() -> None:
 
 
 def test_the_second_step_is_as_all_that_follow() -> None:
-    first, later = (capture_fake(small("vit"), steps=steps, least_bytes=LEAST_BYTES) for steps in (2, 4))
+    first, later = (capture_fake(small("vit"), steps=steps, least_bytes=RANGE_BYTES) for steps in (2, 4))
     assert (first.ops, first.saves, first.static_bytes) == (later.ops, later.saves, later.static_bytes)
-
-
-def test_an_executed_model_too_small_to_manage_is_answered_with_what_to_do() -> None:
-    sizes: dict[str, Any] = {"image": 32, "width": 2, "classes": 8}
-    with pytest.raises(BadArgument, match="raise the batch, or capture it without executing"):
-        capture_model("resnet50", batch=2, **sizes)
 
 
 def test_a_model_is_captured_by_name_with_its_operations_and_for_another_machine() -> None:

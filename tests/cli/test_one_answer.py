@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from lowtide import registry
 from lowtide.cli import main
 from lowtide.cli.models import Wanted, build_trace
 from lowtide.core.machine import Link
+from lowtide.core.plan import Plan, Problem
 from lowtide.core.serialize import load_trace, save
-from lowtide.core.trace import Reach, Trace
+from lowtide.core.trace import Kind, Reach, Trace
+from lowtide.execute.tide.script import run_script
+from lowtide.plan.policies.auto import Auto
 from lowtide.report import problem_of, settle
 from lowtide.report.html import data_of
 from lowtide.testing.traces import machine_of
@@ -107,3 +112,63 @@ def test_a_run_follows_the_plan_that_its_trace_and_machine_give(share: float, tm
     settled = settle(problem, registry.policy("auto"))
     assert (settled.plan.swaps, settled.plan.recomputes) == (plan.swaps, plan.recomputes)
     assert settled.plan.prediction == plan.prediction
+
+
+SCRIPT = """
+import torch
+torch.manual_seed(11)
+model = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(192, 192), torch.nn.GELU())))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach={foreach})
+for step in range(5):
+    model(torch.randn(256, 192)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+class Remembering(Auto):
+    """Keeps what it was asked last, and its answer."""
+
+    problem: Problem
+    answer: Plan
+
+    def plan(self, problem: Problem) -> Plan:
+        self.problem, self.answer = problem, super().plan(problem)
+        return self.answer
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_captured_script_needs_and_plans_what_a_run_of_it_does(
+    foreach: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, path = tmp_path / "train.py", tmp_path / "step.trace"
+    script.write_text(SCRIPT.format(foreach=foreach))
+    captured_floor = _told(capsys, "capture", "--json", "-o", str(path), str(script))["floor_bytes"]
+    captured = load_trace(path)
+    gc.collect()
+    budget_bytes = int(captured_floor + 0.4 * (captured.peak_bytes - captured_floor))
+    fitted = Remembering()
+    run_script(script, [], budget=budget_bytes, spill=tmp_path, policy=fitted)
+    run, machine = fitted.problem.trace, fitted.problem.machine
+    assert captured.reach is run.reach is Reach.TOUCHED
+    assert (captured.peak_bytes, captured.static_bytes) == (run.peak_bytes, run.static_bytes)
+    assert _told(capsys, "plan", "--floor", "--json", str(path))["floor_bytes"] == run.floor_bytes()
+    moved = {captured.storages[gap.storage].kind for gap in captured.gaps()}
+    assert moved >= {Kind.PARAM, Kind.OPTIMIZER, Kind.GRAD, Kind.ACTIVATION}
+    if foreach:
+        return  # a budget slices the update as it needs to: there are other operators
+    assert [op.name for op in captured.ops] == [op.name for op in run.ops]
+    assert captured.gaps() == run.gaps()
+    # Operators take another time in every run: with those of this one the plan is the same.
+    timed = tuple(
+        replace(op, start_s=there.start_s, duration_s=there.duration_s)
+        for op, there in zip(captured.ops, run.ops, strict=True)
+    )
+    problem = problem_of(replace(captured, ops=timed), machine, budget_bytes=budget_bytes, keep_times=True)
+    plan = settle(problem, registry.policy("auto")).plan
+    assert (plan.swaps, plan.recomputes, plan.prediction) == (
+        fitted.answer.swaps,
+        fitted.answer.recomputes,
+        fitted.answer.prediction,
+    )
+    assert plan.swaps or plan.recomputes, "nothing is decided: this shows nothing"

@@ -39,12 +39,6 @@ def modules_out_of_the_collectors_sight() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture
-def by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manage what autograd saves, as on an accelerator, and not pages."""
-    monkeypatch.setattr("lowtide.execute.tide.fit._moves_pages", lambda _policy: False)
-
-
 @pytest.fixture(autouse=True)
 def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the process with every thread's stack if a test hangs: a deadlock must not look like a slow machine."""

@@ -175,12 +175,6 @@ def need(make: Callable[[], Training], spill: Path) -> Need:
     )
 
 
-def records() -> int:
-    """Return how many saved storages the native part still knows."""
-    gc.collect()
-    return load().mover_counters().records
-
-
 def away_bytes() -> int:
     """Return the bytes that are elsewhere than in memory, or on their way."""
     gc.collect()

@@ -36,7 +36,6 @@ def native() -> Iterator[Native]:
     library.reset_peaks()
     yield library
     gc.collect()
-    library.set_pressure(None)
     library.uninstall()
 
 
@@ -224,31 +223,6 @@ def test_cached_pages_make_way_before_anything_is_refused(native: Native, wanted
     live = native.counters().live_bytes
     blocks = [torch.empty(wanted, dtype=torch.uint8) for _ in range(4 * MIB // wanted)]
     assert native.counters().live_bytes == live + sum(cost(block.nbytes) for block in blocks)
-
-
-def test_pressure_is_asked_for_what_is_missing_and_what_it_frees_is_granted(native: Native) -> None:
-    native.trim()
-    native.set_budget(native.counters().reserved_bytes + 4 * MIB)
-    spare = [torch.empty(MIB, dtype=torch.uint8) for _ in range(4)]
-    asked: list[int] = []
-
-    def give_way(need_bytes: int) -> int:
-        asked.append(need_bytes)
-        del spare[:2]
-        return 0
-
-    native.set_pressure(give_way)
-    block = torch.empty(2 * MIB, dtype=torch.uint8)
-    assert asked == [2 * MIB]
-    assert block.nbytes == 2 * MIB
-
-
-def test_pressure_that_frees_nothing_ends_in_a_refusal_instead_of_a_hang(native: Native) -> None:
-    native.trim()
-    native.set_budget(native.counters().reserved_bytes + MIB)
-    native.set_pressure(lambda need_bytes: 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(2 * MIB, dtype=torch.uint8)
 
 
 def test_a_block_freed_after_uninstall_goes_back_to_the_kernel(native: Native) -> None:

@@ -6,7 +6,7 @@
 | no faster than the best of all plans | `test_no_simulated_step_beats_the_best_of_all_plans` |
 | limits: memory, an endless link, a dead link | the three tests named after them |
 | exactness | tests/bitwise: every policy trains to the bit like stock PyTorch |
-| simulated as real | tests/execute/test_order.py: order; docs/agreement.md: time and peak, by measurement |
+| simulated as real | tests/accelerator/test_plan_order.py: order; docs/agreement.md: time and peak, by measurement |
 | published shapes | tests/plan/policies |
 """
 

@@ -1,1 +1,1 @@
-"""What autograd holds, and when: saved tensors that stay, gradients, and the threads that run backward."""
+"""What autograd holds: saved tensors that stay."""

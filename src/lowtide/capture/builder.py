@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lowtide.core.log import Event, LogEntry
-from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
+from lowtide.core.trace import RANGE_BYTES, Kind, Op, Phase, Reach, Save, Storage, Trace
 
 # How PyTorch's observer calls a dispatch mode at work.
 _MODE = "PythonDispatchMode"
@@ -65,10 +65,6 @@ class Recorded:
     numbering_s: float = 0.0
     serials: tuple[int, ...] = ()
     births: tuple[tuple[int, int] | None, ...] = ()
-
-
-# Every block of PyTorch's allocator that is as large is a range.
-_RANGE_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -435,7 +431,7 @@ class _Builder:
             else:
                 kind = Kind.SCRATCH if first == last else Kind.OTHER
         # Large memory that is no range is another allocator's: no budget counts it, and it cannot leave.
-        foreign = touched and not block.counted and block.nbytes >= _RANGE_BYTES
+        foreign = touched and not block.counted and block.nbytes >= RANGE_BYTES
         return Storage(
             nbytes=0 if foreign else block.nbytes,
             kind=kind,

@@ -72,8 +72,6 @@ def capture_fake(
             f"the step looks at a tensor's values ({error}), which a capture without executing does not have: "
             "capture it by running it"
         ) from error
-    finally:
-        ledger.gradients.close()
     ops = tuple(replace(op, flops=flops) for op, flops in zip(trace.ops, watch.flops, strict=True))
     return with_durations(
         replace(trace, ops=ops, timed_for=machine.name),
@@ -83,19 +81,16 @@ def capture_fake(
 
 @contextmanager
 def _following(ledger: Ledger, training: Training, reach: Reach) -> Iterator[None]:
-    """Let the ledger see what autograd saves and when gradients are finished, as the executor would."""
-    parameters = [tensor for kind, tensor in _tensors_of(training) if kind is Kind.PARAM]
+    """Let the ledger see which tensors are gradients, and what autograd saves where the executor takes that."""
+    parameters = [tensor for kind, tensor in _tensors_of(training) if kind is Kind.PARAM and tensor.requires_grad]
     with ExitStack() as stack:
         if reach is Reach.SAVED:
-            ledger.gradients.know(parameters)
             stack.enter_context(saved_tensors_hooks(ledger.pack, ledger.unpack))
-        else:
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
-                        lambda tensor: ledger.note_gradient(tensor.grad)
-                    )
-                    stack.callback(handle.remove)
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
+                lambda tensor: ledger.note_gradient(tensor.grad)
+            )
+            stack.callback(handle.remove)
         yield
 
 

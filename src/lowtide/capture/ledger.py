@@ -11,12 +11,10 @@ So a save between two operators is the second one's if that reads it, unless the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.autograd.gradients import Gradients
 from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.core.log import Event, LogEntry
 from lowtide.core.trace import Reach
@@ -66,7 +64,6 @@ class Ledger:
         self.recording = False
         self.paused = False
         self.static_bytes = 0
-        self.gradients = Gradients(self, least_bytes=least_bytes, fake=True)
         self.gradient_serials: set[int] = set()
         self._least_bytes = least_bytes
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -88,6 +85,11 @@ class Ledger:
         if self._lists:
             for serial, nbytes in self._nbytes.items():
                 self.log(Event.EXISTS, serial, nbytes)
+
+    @property
+    def follows_touches(self) -> bool:
+        """Whether the step is recorded for an executor that moves pages."""
+        return self._lists
 
     def log(self, kind: Event, a: int = 0, b: int = 0, c: int = 0) -> None:
         """Write a line, if the step is recorded. There is no clock: times are predicted later."""
@@ -174,20 +176,17 @@ class Ledger:
     def pack(self, tensor: torch.Tensor) -> KeptTensor | Saved:
         """Take a tensor that autograd saves, as the runtime would."""
         storage = storage_of(tensor)
-        if is_parameter(tensor):
-            self.gradients.know([tensor])
         if storage is None or is_parameter(tensor) or storage.nbytes() < self._least_bytes:
             return KeptTensor(tensor)
         begin = len(self.entries)
-        saved = self.save(tensor)
+        saved = self._save(tensor)
         if self.recording:
             serial = saved.record.serial
             result = serial in self._written and _saves_result(tensor.grad_fn)
             self._packed.append(_Packed(begin=begin, end=len(self.entries), serial=serial, maybe_result=result))
         return saved
 
-    def save(self, tensor: torch.Tensor) -> Saved:
-        """Save a tensor; a gradient is no operator's to save."""
+    def _save(self, tensor: torch.Tensor) -> Saved:
         serial = self.serial_of(tensor)
         record = self._record_of.get(serial)
         if record is None:
@@ -198,27 +197,9 @@ class Ledger:
         self._tell_sole()
         return Saved(self, record, tensor)
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a gradient is of a size to be saved."""
-        storage = storage_of(tensor)
-        if storage is None or storage.nbytes() < self._least_bytes:
-            return False
-        self.note_gradient(tensor)
-        return True
-
     def note_gradient(self, tensor: torch.Tensor) -> None:
         """Remember what a tensor is for, which may be gone when the step ends."""
         self.gradient_serials.add(self.serial_of(tensor))
-
-    def refused(self, what: str) -> None:
-        """Nothing is managed here."""
-
-    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Make a tensor the gradient of a parameter."""
-        parameter.grad = gradient
-
-    def hasten(self, handles: Sequence[Saved]) -> None:
-        """Nothing is ever away."""
 
     def unpack(self, saved: KeptTensor | Saved) -> torch.Tensor:
         """Give back a tensor that autograd saved."""

@@ -101,11 +101,8 @@ class Recorder:
         self._name_modules()
         self.recording = True
 
-    def stop(self, *, gradients: Iterable[int] = ()) -> Recorded | None:
-        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it).
-
-        `gradients`: the serials of gradients that may be gone by now.
-        """
+    def stop(self) -> Recorded | None:
+        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it)."""
         end_ns = time.perf_counter_ns()
         log = self._observation.take_log()
         self._unhook()
@@ -117,7 +114,7 @@ class Recorder:
             static_bytes=self._static_bytes,
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
-            kinds={**dict.fromkeys(gradients, Kind.GRAD), **self._kinds_before, **self._kinds()},
+            kinds={**self._kinds_before, **self._kinds()},
             model=type(models[0]).__name__ if (models := self.models()) else "",
             torch_version=torch.__version__,
             reach=self._reach,

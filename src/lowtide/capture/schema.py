@@ -30,6 +30,11 @@ def is_operator(name: str) -> bool:
     return not plain or not all(is_view(schema) or _is_composite(schema) for schema in plain)
 
 
+def looks_at_shapes(name: str) -> bool:
+    """Tell whether an operator reads no bytes of its operands, but only how they are laid out."""
+    return name.endswith("_like") or "::new_" in name
+
+
 def is_view(schema: torch._C.FunctionSchema) -> bool:
     """Tell whether an operator returns nothing but its arguments, seen otherwise."""
     aliases = [result.alias_info for result in schema.returns]

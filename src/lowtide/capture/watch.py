@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.capture.builder import Scope
 from lowtide.capture.flops import flops_of
 from lowtide.capture.ledger import Ledger
-from lowtide.capture.schema import given, is_operator, tensors_in, written_arguments
+from lowtide.capture.schema import given, is_operator, looks_at_shapes, tensors_in, written_arguments
 from lowtide.core.log import Event
 from lowtide.estimate.predict import moved_bytes
 
@@ -60,7 +60,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         number = ledger.name(name)
         ledger.log(Event.OP_BEGIN, number, Scope.FUNCTION)
         operands = list(tensors_in((args, kwargs)))
-        ledger.begin_operands({ledger.read(tensor) for tensor in operands})
+        untouched = ledger.follows_touches and looks_at_shapes(name)
+        ledger.begin_operands({ledger.read(tensor) for tensor in (() if untouched else operands)})
         read = [tensor.nbytes for tensor in operands]
         del operands
         out = func(*args, **kwargs)

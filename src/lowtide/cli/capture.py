@@ -93,6 +93,10 @@ def command(
     return 0
 
 
+def _movable(trace: Trace) -> int:
+    return len({gap.storage for gap in trace.gaps()})
+
+
 def _tell(trace: Trace, output: Path, *, as_json: bool) -> None:
     flops = sum(op.flops for op in trace.ops)
     times = f"predicted for {trace.timed_for}" if trace.timed_for else "measured"
@@ -103,7 +107,7 @@ def _tell(trace: Trace, output: Path, *, as_json: bool) -> None:
                 "model": trace.model,
                 "operators": len(trace.ops),
                 "storages": len(trace.storages),
-                "saved": len(trace.saves),
+                "movable": _movable(trace),
                 "static_bytes": trace.static_bytes,
                 "peak_bytes": trace.peak_bytes,
                 "floor_bytes": trace.floor_bytes(),
@@ -115,7 +119,7 @@ def _tell(trace: Trace, output: Path, *, as_json: bool) -> None:
         return
     rows = [
         ("operators", f"{len(trace.ops)}, {flops / 1e12:.3g} TFLOP"),
-        ("storages", f"{len(trace.storages)}, of which autograd saved {len(trace.saves)}"),
+        ("storages", f"{len(trace.storages)}, of which {_movable(trace)} could be elsewhere for a while"),
         ("peak", f"{format_bytes(trace.peak_bytes)}, of which {format_bytes(trace.static_bytes)} static"),
         ("step", f"{format_seconds(trace.duration_s)}, {times}"),
         ("next", f"lowtide plan --floor {output}"),

@@ -24,3 +24,7 @@ class Order(StrEnum):
     """The largest product of bytes and time until the next use, as far as that is known."""
     FIRST_THAT_SUFFICES = "first-that-suffices"
     """The oldest that is large enough by itself; if none is, the oldest ones."""
+    CHEAPEST = "cheapest"
+    """The least time to make it again, for its bytes; where nothing is made again all take the same."""
+    CHEAPEST_STALE = "cheapest-stale"
+    """The least time to make it again, for its bytes and the time since it was last touched."""

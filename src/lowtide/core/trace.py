@@ -15,12 +15,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 TRACE_VERSION = 3
+
+RANGE_BYTES = 64 << 10
+"""Where pages move, smaller storages never do."""
+
+
+def least_worth_moving(budget_bytes: int) -> int:
+    """Return from how many bytes on a storage is worth moving: a small model in a small budget works as a large one."""
+    return min(max(budget_bytes // 4096, RANGE_BYTES), 4 * RANGE_BYTES)
 
 
 class Phase(StrEnum):
@@ -153,7 +161,7 @@ class Trace:
     """A recorded step. `static_bytes` were alive before it began and after it ended.
 
     `timed_for` is the machine that its times were predicted for (empty: they were measured where it was recorded).
-    `reach` says what its executor can move; storages of fewer than `least_bytes` are not worth moving.
+    `reach` says what its executor can move; storages of fewer than `least_bytes` are not worth moving in any budget.
     """
 
     ops: tuple[Op, ...]
@@ -278,14 +286,33 @@ class Trace:
                     found.append(Gap(storage=storage, after_op=last + 1, before_op=following))
         return found
 
+    def under(self, budget_bytes: int) -> Trace:
+        """Return the trace as whoever moves pages plans it for a budget: only what is worth moving has gaps.
+
+        A trace with gaps of storages that are too small to be ranges is of no runtime, and stays as it is.
+        """
+        if self.reach is not Reach.TOUCHED or self.least_bytes < RANGE_BYTES:
+            return self
+        least_bytes = max(self.least_bytes, least_worth_moving(budget_bytes))
+        return self if least_bytes == self.least_bytes else replace(self, least_bytes=least_bytes)
+
     def floor_bytes(self) -> int:
-        """Return the smallest budget any plan over these gaps can meet: every gap's storage absent all through it."""
-        return max(self._need_bytes(), default=self.static_bytes)
+        """Return the smallest budget that a plan can meet, every gap's storage absent all through it.
+
+        The gaps are those that the trace has under that budget.
+        """
+        floor_bytes, before = self._absent_floor_bytes(), -1
+        while floor_bytes > before:
+            floor_bytes, before = self.under(floor_bytes)._absent_floor_bytes(), floor_bytes
+        return floor_bytes
 
     def floor_op(self) -> Op | None:
         """Return the operator that sets the floor."""
-        need = self._need_bytes()
+        need = self.under(self.floor_bytes())._need_bytes()
         return self.ops[need.index(max(need))] if need else None
+
+    def _absent_floor_bytes(self) -> int:
+        return max(self._need_bytes(), default=self.static_bytes)
 
     def _need_bytes(self) -> list[int]:
         """Return what each operator needs when every gap open at it is empty."""

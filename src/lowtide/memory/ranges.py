@@ -30,6 +30,7 @@ from lowtide.errors import (
     CheckpointCorrupted,
     CheckpointError,
     LowtideError,
+    NativeUnavailable,
     RecomputeError,
     SpillCorrupted,
     SpillError,
@@ -128,7 +129,8 @@ class SourceFile:
 class RangeMemory:
     """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`.
 
-    `slow`: those that operators use in place, and what that costs. `codecs`: those that plans may name.
+    `discards`: without a copy, as far as operators can make them again. `slow`: the media that operators use in
+    place, and what that costs. `codecs`: those that plans may name.
     """
 
     device = torch.device("cpu")
@@ -140,6 +142,7 @@ class RangeMemory:
         *,
         least_bytes: int,
         order: Order = Order.OLDEST,
+        discards: bool = False,
         verify: bool = False,
         threads: int = 2,
         slow: Mapping[str, SlowRates] | None = None,
@@ -167,7 +170,7 @@ class RangeMemory:
                 medium=self._caller(medium) if files is None else None,
                 slow=self._slow.get(name),
             )
-        self.native.order(order)
+        self.native.order(order, discards=discards)
         self.codecs = tuple(codecs)
         self.coders = add_coders(self.native, self.codecs)
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
@@ -503,6 +506,15 @@ class RangeMemory:
 def check_available() -> None:
     """Raise `NativeUnavailable` where ranges cannot be had."""
     load()
+
+
+def unavailable() -> str | None:
+    """Return why ranges cannot be had (None: they can)."""
+    try:
+        check_available()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
 
 
 # The files of sources by their numbers as tiers, for errors.

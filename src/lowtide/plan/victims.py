@@ -1,7 +1,7 @@
 """Who goes first when memory runs out although a plan was followed, or where there is none yet.
 
 A policy names its order (`About.victims`), so that whoever executes a step can follow it natively; one that has an
-order of its own has a method for it (`ChoosesVictims`).
+order of its own has a method for it (`ChoosesVictims`), which no step on the CPU can ask.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import inf, isinf, log2
 
-from lowtide.plan.policy import ChoosesVictims, Order, Policy, View, until_covered
+from lowtide.plan.policy import ChoosesVictims, Costs, Order, Policy, View, until_covered
 
 
 def victims_of(policy: Policy, view: View, need_bytes: int) -> Iterator[int]:
@@ -72,6 +72,34 @@ def _first_that_suffices(view: View, need_bytes: int) -> Iterator[int]:
     return until_covered(records if alone is None else [alone], view, need_bytes)
 
 
+def _cheapest(view: View, need_bytes: int) -> Iterator[int]:
+    def order(record: int) -> tuple[float, int]:
+        return _ratio(_cost_s(view, record), view.nbytes(record)), view.last_access(record)
+
+    return until_covered(sorted(view.evictable(), key=order), view, need_bytes)
+
+
+def _cheapest_stale(view: View, need_bytes: int) -> Iterator[int]:
+    records = view.evictable()
+    newest = max((view.last_access(record) for record in records), default=0)
+
+    def order(record: int) -> tuple[float, int]:
+        last = view.last_access(record)
+        # Where the view knows no costs, events stand for seconds.
+        stale = view.staleness_s(record) if isinstance(view, Costs) else 1.0 + newest - last
+        return _ratio(_cost_s(view, record), view.nbytes(record) * stale), last
+
+    return until_covered(sorted(records, key=order), view, need_bytes)
+
+
+def _cost_s(view: View, record: int) -> float:
+    return view.recompute_s(record) if isinstance(view, Costs) else 1.0
+
+
+def _ratio(cost_s: float, divisor: float) -> float:
+    return cost_s / divisor if divisor > 0 else inf
+
+
 _ORDERS: dict[Order, Callable[[View, int], Iterator[int]]] = {
     Order.NOTHING: _nothing,
     Order.OLDEST: _oldest,
@@ -81,4 +109,6 @@ _ORDERS: dict[Order, Callable[[View, int], Iterator[int]]] = {
     Order.LARGEST: _largest,
     Order.LARGEST_AREA: _largest_area,
     Order.FIRST_THAT_SUFFICES: _first_that_suffices,
+    Order.CHEAPEST: _cheapest,
+    Order.CHEAPEST_STALE: _cheapest_stale,
 }

@@ -52,9 +52,11 @@ def settle(
 ) -> Settled:
     """Return the step of a problem under a policy; raise `BudgetTooSmall` where it does not fit.
 
-    A policy with `observe` sees each step and may change its plan, until it does not: those steps count as trials.
-    No policy knows of the `encoding`: it plans for a link on which bytes travel as they are.
+    Only what is worth moving in the budget moves. A policy with `observe` sees each step and may change its plan, until
+    it does not: those steps count as trials. No policy knows of the `encoding`: it plans for a link on which bytes
+    travel as they are.
     """
+    problem = replace(problem, trace=problem.trace.under(problem.budget_bytes))
     plan = policy.plan(problem)
     bound = _ignores_budget(policy, plan)
     budget_bytes = plan.prediction.peak_bytes if bound and plan.prediction is not None else problem.budget_bytes

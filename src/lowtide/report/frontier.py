@@ -101,7 +101,7 @@ def _within(problem: Problem, policy: Policy, budget_bytes: int, wanted: Wanted)
     if point is not None and wanted.met(point):
         return point
     for factor in SLOWER if wanted.written_bytes is not None else ():
-        within = replace(problem, budget_bytes=budget_bytes)
+        within = replace(problem, trace=problem.trace.under(budget_bytes), budget_bytes=budget_bytes)
         plan = policy.plan(replace(within, machine=_slower(problem.machine, factor)))
         try:
             settled = Settled(plan=plan, timeline=simulate(within, plan, policy=policy))

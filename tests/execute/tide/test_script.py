@@ -249,7 +249,7 @@ def test_a_scripts_step_is_captured_and_the_rest_of_it_not_run(write: Write, tmp
     assert names.count("aten::gelu_backward") == 8
     kinds = {storage.kind for storage in trace.storages}
     assert {Kind.PARAM, Kind.OPTIMIZER, Kind.ACTIVATION} <= kinds
-    assert len(trace.saves) >= 15
+    assert {trace.storages[gap.storage].kind for gap in trace.gaps()} >= {Kind.PARAM, Kind.OPTIMIZER, Kind.ACTIVATION}
 
 
 def test_a_script_without_a_training_step_cannot_be_captured(write: Write) -> None:
@@ -258,17 +258,20 @@ def test_a_script_without_a_training_step_cannot_be_captured(write: Write) -> No
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 9])
-def test_a_script_whose_tensors_are_too_small_to_move_cannot_be_captured_and_says_so(write: Write, steps: int) -> None:
+def test_a_script_whose_tensors_are_too_small_to_move_is_captured_and_needs_what_it_has(
+    write: Write, steps: int
+) -> None:
     small = """
         import torch
         model = torch.nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
+        for _ in range(10):
             model(torch.randn(4, 8)).sum().backward()
             optimizer.step()
     """
-    with pytest.raises(BadArgument, match="none saved a tensor of 256 KiB or more"):
-        capture_script(write(small), [], steps=steps)
+    trace = capture_script(write(small), [], steps=steps)
+    assert trace.gaps() == ()
+    assert trace.floor_bytes() == trace.peak_bytes
 
 
 def test_a_script_that_ends_early_is_captured_from_the_steps_it_did(write: Write, tmp_path: Path) -> None:

@@ -47,18 +47,6 @@ class Usage:
     traffic: Traffic | None = None
 
 
-class GradientMemory(Protocol):
-    """What a backend offers on which gradients may leave."""
-
-    def is_sole(self, gradient: torch.Tensor) -> bool:
-        """Tell whether nobody else holds a gradient's storage."""
-        ...
-
-    def put_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Make a tensor the gradient of a parameter, whatever became of the parameter's own data."""
-        ...
-
-
 class Budget(Protocol):
     """Fast memory with a budget: what a tide opens, asks and closes."""
 
@@ -193,11 +181,6 @@ class StepMemory(SavedTensors, Transfers, Foresight, Protocol):
     @property
     def remakes(self) -> Remakes | None:
         """What gives records up without a copy and takes them when they were made again, where that is possible."""
-        ...
-
-    @property
-    def gradients(self) -> GradientMemory | None:
-        """What lets finished gradients leave while backward runs, where that is possible."""
         ...
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.autograd.gradients import Gradients
 from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.execute.backends.protocol import Packed, StepMemory
 from lowtide.execute.observe.operators import can_watch
@@ -42,14 +40,12 @@ class Runtime(Driver):
         self.matcher = Matcher()
         self.unmanaged: Counter[str] = Counter()
         self.waits: list[UseWait] = []
-        self.gradient_serials: set[int] = set()
         self.first_save_s: float | None = None
         self._least_bytes = least_bytes
         self._key_of: dict[int, int] = {}
         self._next_key = 0
         if remakes and backend.remakes is not None:
             self.remaker = Remaker(backend.remakes, self, least_bytes=least_bytes)
-        self.gradients = None if backend.gradients is None else Gradients(self, least_bytes=least_bytes)
         self._remakes = False
         self._hooked = False
         self._closed = False
@@ -64,8 +60,6 @@ class Runtime(Driver):
         self._remakes = self.remaker is not None and not recording and can_watch()
         self.waits = []
         self.first_save_s = None
-        self.give_back_gradients()  # of a backward that raised
-        self.gradient_serials = set()
         with self._lock:
             self._settle()
             self.machine.begin_step()
@@ -82,22 +76,13 @@ class Runtime(Driver):
 
     def end_step(self) -> None:
         """Have back what was given up without a copy and is still saved: it does not outlive its step."""
-        self.give_back_gradients()
         self.machine.discards = False  # else making one record would give up another
         if self.remaker is not None:
             self.remaker.end()
 
     def close(self, *, bring_back: bool) -> None:
-        """Make what is still given up and saved, if it is to be had later; watch nothing from here on.
-
-        Gradients come back in any case: they are the program's to look at.
-        """
+        """Make what is still given up and saved, if it is to be had later; watch nothing from here on."""
         self.machine.discards = False
-        if self.gradients is not None:
-            if self.gradients.any_taken and self.backend.remakes is not None:
-                self.backend.remakes.lift()  # there may be no room for all of them
-            for error in self.gradients.close():
-                warnings.warn(f"lowtide: a gradient is lost: {error}", RuntimeWarning, stacklevel=3)
         if self.remaker is None:
             return
         self.remaker.close()
@@ -168,62 +153,15 @@ class Runtime(Driver):
             self.unmanaged[reason] += 1
             return KeptTensor(tensor)
         if is_parameter(tensor):
-            if self.gradients is not None:
-                self.gradients.know([tensor])
             return KeptTensor(tensor)
         nbytes = self.backend.storage_bytes(tensor)
         if nbytes < 0:
             self.unmanaged["memory of another allocator"] += 1
         if nbytes < self._least_bytes:
             return KeptTensor(tensor)
-        return self._save(tensor, makeable=True)
+        return self._save(tensor)
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a gradient is of a kind and size to be saved, and nobody else's."""
-        memory = self.backend.gradients
-        if memory is None or not self._hooked or unmanaged_reason(tensor, self.backend.device) is not None:
-            return False
-        return self.backend.storage_bytes(tensor) >= self._least_bytes and memory.is_sole(tensor)
-
-    def refused(self, what: str) -> None:
-        """Take note of what is not managed (R6)."""
-        self.unmanaged[what] += 1
-
-    def put(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Make a tensor the gradient of a parameter."""
-        assert self.backend.gradients is not None
-        self.backend.gradients.put_gradient(parameter, gradient)
-
-    def save(self, tensor: torch.Tensor) -> SavedTensor:
-        """Save a gradient: it cannot be made again."""
-        self.gradient_serials.add(self.backend.serial_of(tensor))
-        return self._save(tensor, makeable=False)
-
-    def hasten(self, handles: Sequence[SavedTensor]) -> None:
-        """Start to bring back what is away, as far as there is room. A plan knows when that is to happen."""
-        if self.matcher.followed is not None:
-            return
-        with self._lock:
-            self._settle()
-            keys = [handle.key for handle in handles if self.machine.record_of(handle.key) == handle.record]
-            self._run(self.machine.on(e.Due(tuple(keys))))
-
-    def know(self, owners: Iterable[torch.nn.Module | torch.optim.Optimizer]) -> None:
-        """Learn of parameters whose gradients may leave; others are learnt of when autograd saves them."""
-        if self.gradients is None:
-            return
-        for owner in owners:
-            if isinstance(owner, torch.nn.Module):
-                self.gradients.know(owner.parameters())
-            else:
-                self.gradients.know(parameter for group in owner.param_groups for parameter in group["params"])
-
-    def give_back_gradients(self) -> None:
-        """Put back the gradients that backward has not: it raised."""
-        if self.gradients is not None:
-            self.gradients.give_back()
-
-    def _save(self, tensor: torch.Tensor, *, makeable: bool) -> SavedTensor:
+    def _save(self, tensor: torch.Tensor) -> SavedTensor:
         packed = self.backend.pack(tensor)
         handle = self._handle(packed, tensor)
         with self._lock:
@@ -235,7 +173,7 @@ class Runtime(Driver):
                     self._run(self.machine.on(e.Saved(packed.record, packed.nbytes, key)))
                 elif self.machine.is_unnamed(packed.record):
                     self._run(self.machine.on(e.Named(packed.record, key)))
-            if makeable and self._remakes and self.remaker is not None:
+            if self._remakes and self.remaker is not None:
                 self.remaker.saved(packed.record, tensor)
             handle.key = self._key_of[packed.record]
             awaited = self._advance(hash((handle.key, packed.nbytes, handle.shape, handle.dtype)))

@@ -19,7 +19,7 @@ from lowtide.capture.recorder import Recorder
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.step_record import Expected, StepRecord
-from lowtide.core.trace import Trace
+from lowtide.core.trace import RANGE_BYTES, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.calibrate import SPILL
@@ -37,12 +37,14 @@ from lowtide.plan.policy import Observes, Policy
 from lowtide.plan.verify import check_executable
 from lowtide.residency.range_schedule import RangeSchedule, compile_ranges
 
+# An unpressed step is recorded for any budget: its updates are in slices that fit all of them.
+_RECORDED_SLICE_BYTES = 1 << 20
 # Shorter ones are not for want of bytes.
 _LEAST_WAIT_S = 100e-6
 
 
 class CpuTide(Tide):
-    """See `Tide`; `memory` is closed with the tide."""
+    """See `Tide`; `memory` is closed with the tide. `moves_nothing`: every step is recorded, and none planned."""
 
     def __init__(
         self,
@@ -55,13 +57,16 @@ class CpuTide(Tide):
         spill_name: str,
         policy: Policy,
         recompute: bool | None = None,
+        moves_nothing: bool = False,
     ) -> None:
         super().__init__()
         self._memory, self._machine = memory, machine
+        self._moves_nothing = moves_nothing
         self._budget_bytes, self._spill_name = budget_bytes, spill_name
         self._policy = policy
         self._recomputes = policy.about.recomputes if recompute is None else recompute
-        self._recorder = Recorder(memory, models, optimizers, reach=memory.reach, least_bytes=memory.least_bytes)
+        # What is too small to be moved in this budget may be worth it in another: a trace knows all ranges.
+        self._recorder = Recorder(memory, models, optimizers, reach=memory.reach, least_bytes=RANGE_BYTES)
         self._learning = Learning()
         self._signature_of: dict[int, tuple[object, ...]] = {}  # by the native number of its plan
         self._expected: dict[int, Expected] = {}  # likewise
@@ -79,7 +84,7 @@ class CpuTide(Tide):
         self._last_peak_bytes = 0
         self._strangers = 0  # the most blocks of other allocators that a step has used
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
-        self._slices = SlicedUpdates(slice_bytes=budget_bytes // 8)
+        self._slices = SlicedUpdates(slice_bytes=_RECORDED_SLICE_BYTES if moves_nothing else budget_bytes // 8)
         try:
             memory.open(budget_bytes)
         except BaseException:
@@ -136,7 +141,7 @@ class CpuTide(Tide):
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Refuse a step that did not fit before it changes anything, with all that it and the update need."""
-        if not self._inside or self._rehearsing or os.getpid() != self._pid:
+        if not self._inside or self._rehearsing or self._moves_nothing or os.getpid() != self._pid:
             return
         if optimizer not in self._rehearsed:
             self._rehearsing = True
@@ -171,7 +176,7 @@ class CpuTide(Tide):
         self._peaks = (max(self._peaks[0], usage.peak_bytes), max(self._peaks[1], usage.peak_reserved_bytes))
         memory.native.reset_peaks()
         self._static_bytes = usage.held_bytes
-        if self._learning.records:
+        if self._moves_nothing or self._learning.records:
             memory.announce(True)
             self._recorder.start(static_bytes=usage.held_bytes)
         else:
@@ -234,6 +239,9 @@ class CpuTide(Tide):
             if recorded is not None and not recorded.trace.ops:
                 self._learning.nothing_seen()
                 return
+            if self._moves_nothing:
+                self._trace = self._trace if recorded is None else recorded.trace
+                return
             if recorded is not None:
                 signature = _signature(recorded)
                 if self._learning.is_worth_planning(signature, followed=followed is not None):
@@ -248,7 +256,7 @@ class CpuTide(Tide):
 
     def _planned(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
         problem = Problem(
-            trace=recorded.trace,
+            trace=recorded.trace.under(self._budget_bytes),
             machine=self._machine,
             budget_bytes=self._budget_bytes,
             tier=self._memory.tiers[0],

@@ -69,12 +69,7 @@ class DeviceTide(Tide):
                 self._backend, self._policy, least_bytes=self._least_bytes, remakes=recompute and not moves_nothing
             )
             self._recorder = Recorder(self._backend, models, optimizers)
-            try:
-                self._runtime.know([*models, *optimizers])
-                self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
-            except BaseException:
-                self._runtime.close(bring_back=False)  # its hooks are on the parameters
-                raise
+            self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
         except BaseException:
             self._backend.close()
             raise
@@ -113,7 +108,6 @@ class DeviceTide(Tide):
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)
-        self._runtime.know([optimizer])
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         self._recorder.know_models(models)
@@ -200,7 +194,7 @@ class DeviceTide(Tide):
             return
         times_recorded = self._recorded.get(signature, 0)
         if self._recorder.recording:
-            recorded = self._recorder.stop(gradients=self._runtime.gradient_serials)
+            recorded = self._recorder.stop()
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None:

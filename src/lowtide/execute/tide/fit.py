@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from lowtide import registry
-from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.errors import BadArgument
 from lowtide.execute.tide.cpu import CpuTide
 from lowtide.execute.tide.device import DeviceTide
 from lowtide.execute.tide.fleet import Fleet
@@ -90,7 +90,7 @@ def open_tide(
             f"tier '{spill.name}' is open already and cannot be shared by {len(devices)} devices: "
             "pass the directory or the tier's URL as spill"
         )
-    if devices == (None,) and not moves_nothing and _moves_pages(registry.policy(policy)):
+    if devices == (None,) and ranges.unavailable() is None:
         return _on_pages(
             models,
             optimizers,
@@ -101,17 +101,15 @@ def open_tide(
             verify=verify,
             recompute=recompute,
             codecs=codecs,
+            moves_nothing=moves_nothing,
         )
     if codecs:
         raise BadArgument(
-            "codecs are for trainings on the CPU, with a policy whose plans are followed natively and on Linux: "
-            "leave codecs= out here, or put one before the spill, as in file+zvc:///fast/disk"
+            "codecs are for trainings on the CPU and on Linux: leave codecs= out here, or put one before the spill, "
+            "as in file+zvc:///fast/disk"
         )
     if slow is not None:
-        raise BadArgument(
-            "slow memory is for trainings on the CPU, with a policy whose plans are followed natively and on Linux: "
-            "leave slow= out here"
-        )
+        raise BadArgument("slow memory is for trainings on the CPU and on Linux: leave slow= out here")
     with ExitStack() as opened:
         tides = []
         for device, budgets_there in zip(devices, budgets, strict=True):
@@ -132,17 +130,6 @@ def open_tide(
     return tide
 
 
-def _moves_pages(policy: Policy) -> bool:
-    """Tell whether every tensor's pages can move on the CPU: natively, so in an order that has a name."""
-    if isinstance(policy, ChoosesVictims):
-        return False
-    try:
-        ranges.check_available()
-    except NativeUnavailable:
-        return False
-    return True
-
-
 def _on_pages(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -154,8 +141,25 @@ def _on_pages(
     verify: bool,
     recompute: bool | None,
     codecs: Sequence[str] | None,
+    moves_nothing: bool,
 ) -> Tide:
-    opened = open_ranges(budgets, spill=spill, slow=slow, order=policy.about.victims, verify=verify, codecs=codecs)
+    if isinstance(policy, ChoosesVictims):
+        raise BadArgument(
+            f"policy {policy.name!r} chooses victims itself, which happens without Python on the CPU: "
+            "have it name an order in about.victims"
+        )
+    about = policy.about
+    discards = about.discards_victims and (about.recomputes if recompute is None else recompute)
+    opened = open_ranges(
+        budgets,
+        spill=spill,
+        slow=slow,
+        order=about.victims,
+        discards=discards,
+        verify=verify,
+        codecs=codecs,
+        moves_nothing=moves_nothing,
+    )
     return CpuTide(
         models,
         optimizers,
@@ -165,6 +169,7 @@ def _on_pages(
         spill_name=opened.spill_name,
         policy=policy,
         recompute=recompute,
+        moves_nothing=moves_nothing,
     )
 
 

@@ -10,8 +10,9 @@ import torch
 
 from lowtide.core.machine import Machine
 from lowtide.core.order import Order
+from lowtide.core.trace import least_worth_moving
 from lowtide.core.units import format_bytes
-from lowtide.errors import BadArgument, NativeUnavailable
+from lowtide.errors import BadArgument
 from lowtide.estimate.calibrate import SPILL, assumed_machine
 from lowtide.estimate.links import machine_for
 from lowtide.estimate.slow_memory import SLOW, with_slow_memory
@@ -122,18 +123,22 @@ def open_ranges(
     spill: Spill,
     slow: Slow = None,
     order: Order = Order.OLDEST,
+    discards: bool = False,
     verify: bool = False,
     codecs: Sequence[str] | None = None,
+    moves_nothing: bool = False,
 ) -> OpenedRanges:
     """Return the CPU's memory, whose tensors may leave to `spill` through `codecs`, and be used in `slow` memory.
 
-    Raises `NativeUnavailable` before it opens these.
+    Where memory runs out they do in `order`; `discards`: without a copy, as far as they can be made again.
+    `moves_nothing`: none leaves. Raises `NativeUnavailable` before it opens these.
     """
     ranges.check_available()
     with ExitStack() as opened:
         medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
         opened.callback(medium.close)
-        refuse_lossy(medium)
+        if not moves_nothing:
+            refuse_lossy(medium)
         name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
         machine = machine_for(medium)
         media: dict[str, Medium] = {SPILL: medium}
@@ -144,11 +149,12 @@ def open_ranges(
             machine = with_slow_memory(machine, below)
             media, rates = {SLOW: below, **media}, {SLOW: slow_rates(machine, SLOW, below)}
             name = f"{below.place}, {name}"
-        least_bytes = min(max(budgets.fast_bytes // 4096, 64 << 10), 256 << 10)
+        least_bytes = least_worth_moving(budgets.fast_bytes)
         memory = RangeMemory(
             media,
             least_bytes=least_bytes,
             order=order,
+            discards=discards,
             verify=verify,
             slow=rates,
             codecs=open_codecs(codecs, medium),
@@ -160,7 +166,7 @@ def open_ranges(
 def open_backend(
     device: torch.device | None, budgets: Budgets, *, spill: Spill, verify: bool, moves_nothing: bool
 ) -> Opened:
-    """Return the backend for a device (None: the CPU's)."""
+    """Return the backend for a device (None: the CPU, where pages cannot move)."""
     if device is not None:
         _check_capacity(budgets, device, is_bounded=not moves_nothing)
     medium = open_medium(spill, capacity_bytes=budgets.disk_bytes)
@@ -169,7 +175,7 @@ def open_backend(
         if not moves_nothing:
             refuse_lossy(medium)
         if device is None:
-            machine, backend = machine_for(medium), _cpu(medium, verify=verify)
+            machine, backend = machine_for(medium), _advisory(medium, verify=verify)
         else:
             machine, backend = _device_machine(device, budgets), _on_device(medium, device, budgets, verify=verify)
     except BaseException:
@@ -187,15 +193,10 @@ def refuse_lossy(medium: Medium) -> None:
         )
 
 
-def _cpu(medium: Medium, *, verify: bool) -> Backend:
-    from lowtide.execute.backends.cpu.backend import CpuBackend
+def _advisory(medium: Medium, *, verify: bool) -> Backend:
+    from lowtide.execute.backends.advisory.backend import AdvisoryBackend
 
-    try:
-        return CpuBackend(medium, verify=verify)
-    except NativeUnavailable as error:
-        from lowtide.execute.backends.advisory.backend import AdvisoryBackend
-
-        return AdvisoryBackend(medium, verify=verify, reason=str(error))
+    return AdvisoryBackend(medium, verify=verify, reason=ranges.unavailable() or "it was asked for")
 
 
 def _on_device(medium: Medium, device: torch.device, budgets: Budgets, *, verify: bool) -> Backend:

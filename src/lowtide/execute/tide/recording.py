@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from lowtide import zoo
-from lowtide.capture.fake import LEAST_BYTES, capture_fake
+from lowtide.capture.fake import capture_fake
 from lowtide.capture.flops import CountFlops, with_flops
 from lowtide.capture.training import Training
 from lowtide.core.machine import Machine
 from lowtide.core.trace import Reach, Trace
-from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.estimate.predict import retime
 from lowtide.execute.tide.fit import open_tide
@@ -76,14 +75,9 @@ def capture_model(
     def training() -> Training:
         return zoo.build(name, batch=batch, dtype=dtype, **sizes).training()
 
-    faked = capture_fake(training, machine=machine, reach=reach if fake else Reach.SAVED)
+    faked = capture_fake(training, machine=machine, reach=reach)
     if fake:
         return replace(faked, model=name)
-    if not faked.saves:
-        raise BadArgument(
-            f"model {name!r} saves no tensor of {format_bytes(LEAST_BYTES)} or more at this size, so there is nothing "
-            "to record by running it: raise the batch, or capture it without executing"
-        )
     made = training()
     trace = capture_step(made.step, model=made.model, optimizer=made.optimizer, steps=steps)
     trace = with_flops(trace, ((op.name, op.flops) for op in faked.ops if op.flops))

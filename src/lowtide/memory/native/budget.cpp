@@ -1,12 +1,6 @@
 // The hard budget: PyTorch's CPU allocator with a bound on live plus cached bytes.
 //
 // Large blocks are ranges of whole pages (pages.h), small ones malloc's with a header.
-//
-// Note [Asking for room]: an allocation that does not fit calls `pressure` (Python: the residency machine) without any
-// lock of ours held. The callback gives up clean copies and starts write-outs; it answers a negative number when waiting
-// has no point any more. Then the allocation waits, without the GIL, until anything is freed, and tries
-// again. It fails when no transfer is under way and none has ended since; that is counted here, because the movers
-// report a transfer to Python before its memory is free.
 #include "remakes.h"
 
 #include <c10/core/CPUAllocator.h>
@@ -23,18 +17,8 @@
 namespace lowtide {
 namespace {
 
-using Pressure = int64_t (*)(int64_t need_bytes);
-
-std::atomic<Pressure> pressure{nullptr};
 std::atomic<bool> forked{false};
 std::atomic<bool> installed{false};
-thread_local bool asking_for_room = false;
-
-std::mutex progress_mutex;
-std::condition_variable progress;
-uint64_t progress_epoch = 0;  // guarded by progress_mutex, as the next
-int64_t in_flight = 0;        // bytes of transfers that have not ended, or whose memory is not free yet
-std::atomic<int> waiters{0};
 
 struct Failure {
   int64_t requested = 0, live = 0, reserved = 0, budget = 0;
@@ -68,9 +52,6 @@ bool is_large(void* block) {
   return (reinterpret_cast<uintptr_t>(block) & (kPage - 1)) == 0;
 }
 
-thread_local int64_t fetching_record = -1;
-thread_local bool evicting = false;
-
 enum class Where {
   kPlanned,       // in fast memory within the budget, or in slow memory if the plan has it there
   kSlow,          // in slow memory
@@ -95,8 +76,7 @@ void* try_block(int64_t n, bool large, Where where = Where::kPlanned) {
       count_live(n);
     }
     char* start = range->start;
-    if (logging.load(std::memory_order_relaxed))
-      log_event(fetching_record >= 0 ? Event::kFetchAlloc : Event::kAlloc, serial, n, fetching_record);
+    if (logging.load(std::memory_order_relaxed)) log_event(Event::kAlloc, serial, n);
     note_made(range);
     return start;
   }
@@ -119,8 +99,7 @@ void* try_block(int64_t n, bool large, Where where = Where::kPlanned) {
   header->serial = ++counters.serial;
   raise_to(small_high, small_live.fetch_add(n) + n);
   count_live(n);
-  if (logging.load(std::memory_order_relaxed))
-    log_event(fetching_record >= 0 ? Event::kFetchAlloc : Event::kAlloc, header->serial, n, fetching_record);
+  if (logging.load(std::memory_order_relaxed)) log_event(Event::kAlloc, header->serial, n);
   return header + 1;
 }
 
@@ -145,7 +124,8 @@ bool interrupted() {
   return raised;
 }
 
-// Where ranges may leave, room is made here, without Python.
+// An allocation that does not fit waits, without the GIL, until anything is freed, and tries again. It fails when nothing
+// is on its way out.
 void* block_after_ranges_left(int64_t n, bool large) {
   Ranges& all = ranges();
   for (;;) {
@@ -176,52 +156,6 @@ void* block_thanks_to_slow_memory(int64_t n, bool large) {
     if (!ranges().displace(n)) return nullptr;
   }
   return try_block(n, large);
-}
-
-// See Note [Asking for room].
-void* block_after_making_room(int64_t n, bool large) {
-  if (forked) return nullptr;
-  if (ranges().running()) return block_after_ranges_left(n, large);
-  Pressure ask = pressure.load();
-  if (!ask || asking_for_room || forked) return nullptr;
-  ++waiters;
-  void* block = nullptr;
-  for (;;) {
-    uint64_t epoch;
-    {
-      std::lock_guard<std::mutex> guard(progress_mutex);
-      epoch = progress_epoch;
-    }
-    if (interrupted()) break;
-    int64_t excess = counters.reserved.load() - pages().kept() + n - counters.budget.load();
-    asking_for_room = true;
-    int64_t answer = ask(std::max<int64_t>(excess, 1));
-    asking_for_room = false;
-    bool moving;
-    {
-      // Looked at before the attempt: what ends in between is a reason to ask once more.
-      std::lock_guard<std::mutex> guard(progress_mutex);
-      moving = in_flight > 0 || progress_epoch != epoch;
-    }
-    block = try_block(n, large);
-    if (block || answer < 0 || !moving) break;
-    int64_t start = now_ns();
-    {
-      // Not for ever: Python sees Ctrl-C only when it is asked again.
-      WithoutGil released;
-      program_waits(+1);
-      {
-        std::unique_lock<std::mutex> guard(progress_mutex);
-        progress.wait_for(guard, std::chrono::milliseconds(200), [&] { return progress_epoch != epoch; });
-      }
-      program_waits(-1);
-    }
-    add_stall_ns(now_ns() - start);
-    block = try_block(n, large);
-    if (block) break;
-  }
-  --waiters;
-  return block;
 }
 
 // So that torch.profiler's memory columns say what they say without us (R5).
@@ -262,7 +196,7 @@ class BudgetAllocator final : public c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (n == 0) return {nullptr, nullptr, &delete_block, cpu};
     if (C10_UNLIKELY(ranges().troubled.load(std::memory_order_relaxed)) && !remaking) raise_trouble();
-    void* block = take_block(static_cast<int64_t>(n), Patience::kWait);
+    void* block = take_block(static_cast<int64_t>(n));
     if (!block) {
       Failure f;
       {
@@ -280,7 +214,7 @@ class BudgetAllocator final : public c10::Allocator {
           f.live,
           " bytes are in use and cannot be moved now, the budget is ",
           f.budget,
-          ranges().running() ? " bytes" : " bytes (outside tide.step() nothing is moved)");
+          " bytes");
     }
     tell_profiler(block, static_cast<int64_t>(n) >= kLarge ? round_to_page(n) : static_cast<int64_t>(n));
     return {block, block, &delete_block, cpu};
@@ -297,14 +231,12 @@ BudgetAllocator allocator;
 
 void lock_for_fork() {
   pages().mutex.lock();
-  progress_mutex.lock();
   failure_mutex.lock();
   lock_log_for_fork();  // last: some log with the others held
 }
 void unlock_after_fork() {
   unlock_log_after_fork();
   failure_mutex.unlock();
-  progress_mutex.unlock();
   pages().mutex.unlock();
 }
 void after_fork_in_child() {
@@ -313,10 +245,6 @@ void after_fork_in_child() {
   forked = true;
   logging = false;
   counters.budget = 0;
-  pressure = nullptr;
-  waiters = 0;  // they are not here either, and nobody may notify a condition that they left in the middle of a wait
-  new (&progress) std::condition_variable;
-  in_flight = 0;
 }
 
 }  // namespace
@@ -349,17 +277,18 @@ void note_sounded() {
   if (++sounded == 1) sounded_until_ns = now_ns() + kLongestSounding;
 }
 
-void* take_block(int64_t nbytes, Patience patience) {
+void* take_block(int64_t nbytes) {
   bool large = nbytes >= kLarge;
   int64_t n = large ? round_to_page(nbytes) : nbytes;
   void* block = try_block(n, large);
-  if (!block && patience == Patience::kRefuse) return nullptr;
-  if (!block) block = block_after_making_room(n, large);
-  if (!block && !forked && ranges().running()) block = block_thanks_to_slow_memory(n, large);
+  bool may_leave = !forked && ranges().running();
+  if (!block && may_leave) block = block_after_ranges_left(n, large);
+  if (!block && may_leave) block = block_thanks_to_slow_memory(n, large);
   if (block) {
     if (C10_UNLIKELY(sounding.load(std::memory_order_relaxed))) sound_again();
     return block;
   }
+  if (only_trying) return nullptr;
   note_refusal(n);
   // See Note [Pages of a file].
   if (!interruption && sounding_goes_on())
@@ -385,22 +314,19 @@ int64_t give_block(void* block) {
     Range* range = ranges().of_data(block);
     bytes = range->bytes;
     serial = range->serial;
-    if (logging.load(std::memory_order_relaxed))
-      log_event(evicting ? Event::kEvictFree : Event::kFree, serial, bytes);
+    if (logging.load(std::memory_order_relaxed)) log_event(Event::kFree, serial, bytes);
     ranges().remove(range);
     if (!installed) all.trim_all();  // nobody will ask for these pages again
   } else {
     auto* header = static_cast<Header*>(block) - 1;
     bytes = header->bytes;
     serial = header->serial;
-    if (logging.load(std::memory_order_relaxed))
-      log_event(evicting ? Event::kEvictFree : Event::kFree, serial, bytes);
+    if (logging.load(std::memory_order_relaxed)) log_event(Event::kFree, serial, bytes);
     free(header);
     small_live -= bytes;
     counters.live -= bytes;
     counters.reserved -= bytes;
   }
-  if (waiters.load(std::memory_order_relaxed) > 0) notify_progress();
   return bytes;
 }
 
@@ -420,28 +346,6 @@ int64_t serial_of(const c10::StorageImpl* storage) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   Range* range = ranges().of_data(storage->data());
   return range ? range->serial : -reinterpret_cast<int64_t>(storage->data());
-}
-
-void notify_progress() {
-  {
-    std::lock_guard<std::mutex> guard(progress_mutex);
-    ++progress_epoch;
-  }
-  progress.notify_all();
-}
-
-void transfer_began(int64_t bytes) {
-  std::lock_guard<std::mutex> guard(progress_mutex);
-  in_flight += bytes;
-}
-
-void transfer_ended(int64_t bytes) {
-  {
-    std::lock_guard<std::mutex> guard(progress_mutex);
-    in_flight -= bytes;
-    ++progress_epoch;
-  }
-  progress.notify_all();
 }
 
 void add_stall_ns(int64_t ns) {
@@ -467,13 +371,6 @@ void survive_forks() {
   std::call_once(once, [] { pthread_atfork(&lock_for_fork, &unlock_after_fork, &after_fork_in_child); });
 }
 
-void set_fetching_record(int64_t record) {
-  fetching_record = record;
-}
-void set_evicting(bool value) {
-  evicting = value;
-}
-
 }  // namespace lowtide
 
 using namespace lowtide;
@@ -490,14 +387,9 @@ void lt_install() {
 void lt_uninstall() {
   c10::SetCPUAllocator(c10::GetDefaultCPUAllocator(), 100);
   counters.budget = 0;
-  pressure = nullptr;
   std::lock_guard<std::mutex> guard(pages().mutex);
   installed = false;
   pages().trim_all();
-}
-
-void lt_set_pressure(Pressure callback) {
-  pressure = callback;
 }
 
 // Set the budget (0: none). Kept pages beyond it are returned; live bytes beyond it stay, and nothing new is granted.

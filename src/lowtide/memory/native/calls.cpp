@@ -316,7 +316,8 @@ Repeats repeats_of(const c10::OperatorHandle& op, bool by_layout) {
   return repeats;
 }
 
-std::shared_ptr<Call> remember(const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp) {
+std::shared_ptr<Call> remember(
+    const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp, int64_t number) {
   if (!repeats.op) return nullptr;
   Settings settings = Settings::now();
   // Whoever runs it again on a thread of ours has other helpers, which do not know that setting.
@@ -327,6 +328,7 @@ std::shared_ptr<Call> remember(const at::RecordFunction& fn, const Repeats& repe
     return nullptr;
   bool training = repeats.training >= 0 && inputs[repeats.training].isBool() && inputs[repeats.training].toBool();
   auto call = std::make_shared<Call>(Call{*repeats.op, stamp});
+  call->number = number;
   for (size_t i = 0; i < inputs.size(); ++i) {
     Argument& argument = call->arguments.emplace_back();
     if (training && repeats.statistics[i]) continue;  // they would move along once more

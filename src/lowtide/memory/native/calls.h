@@ -94,6 +94,8 @@ struct Call {
   std::shared_ptr<const Settings> settings;
   std::vector<Product> products;
   bool finished = false;
+  int64_t number = 0;  // of the operator in its step
+  int64_t ns = 0;      // that it took
 
   template <typename Visit>
   void each_operand(Visit visit) const {
@@ -103,8 +105,9 @@ struct Call {
   }
 };
 
-// The call that begins; nullptr: it cannot be run again. With `pages().mutex` held.
-std::shared_ptr<Call> remember(const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp);
+// The call that begins, of operator `number`; nullptr: it cannot be run again. With `pages().mutex` held.
+std::shared_ptr<Call> remember(
+    const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp, int64_t number);
 // Its results are there. With `pages().mutex` held.
 void note_products(Call& call, const at::RecordFunction& fn);
 

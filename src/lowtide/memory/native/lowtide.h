@@ -1,4 +1,4 @@
-// What the native parts share: the budget (budget.cpp), the movers and their records (mover.h) and the log (observe.cpp).
+// What the native parts share: the budget (budget.cpp) and the log (observe.cpp).
 #pragma once
 #include <Python.h>
 #include <c10/core/Allocator.h>
@@ -26,14 +26,8 @@ inline int64_t now_ns() {
 
 // ---- budget.cpp ----
 
-// How an allocation behaves when the budget is reached.
-enum class Patience {
-  kRefuse,  // return null at once: for prefetches, which must never take what an operator needs
-  kWait,    // ask for room, wait for write-outs in flight, and only then fail
-};
-
-// A block of `nbytes` under the budget, or nullptr. Never throws.
-void* take_block(int64_t nbytes, Patience patience);
+// A block of `nbytes` under the budget, or nullptr: what may leave has made no room. Never throws.
+void* take_block(int64_t nbytes);
 // Returns the bytes that are free again.
 int64_t give_block(void* block);
 c10::Allocator* budget_allocator();
@@ -41,11 +35,6 @@ c10::Allocator* budget_allocator();
 bool is_ours(const c10::StorageImpl* storage);
 // The serial number of the block behind `storage`; the negated address of memory that is not ours.
 int64_t serial_of(const c10::StorageImpl* storage);
-// Bytes may have become free: wake allocations that wait.
-void notify_progress();
-// While a transfer is under way an allocation waits instead of failing; it ends when the memory that it frees is free.
-void transfer_began(int64_t bytes);
-void transfer_ended(int64_t bytes);
 void add_stall_ns(int64_t ns);
 // Note that `n` bytes did not fit, for whom, and what was in use.
 void note_refusal(int64_t n);
@@ -56,15 +45,6 @@ bool in_forked_child();
 // Take care of our locks when the process forks. The last to register is the first to be locked: whoever locks before the
 // budget does, as the movers do, registers after it.
 void survive_forks();
-// Mark this thread's next allocation as room for a record that comes back (-1: end), its frees as evictions: for the log.
-void set_fetching_record(int64_t record);
-void set_evicting(bool value);
-
-// ---- mover.cpp ----
-
-// The program begins (+1) or ends (-1) to wait for transfers.
-void program_waits(int change);
-
 // Drops the GIL for its lifetime if this thread holds it. Every wait does: whoever would free the memory may need it (R3).
 class WithoutGil {
  public:
@@ -82,24 +62,17 @@ class WithoutGil {
 
 // ---- observe.cpp ----
 
-// The values are part of the log's contract with capture/builder.py.
+// The values are part of the log's contract with capture/builder.py; others are those of logs that are written in Python.
 enum class Event : int32_t {
   kAlloc = 0,       // a: serial, b: bytes
   kFree = 1,        // a: serial, b: bytes
-  kFetchAlloc = 2,  // a: serial, b: bytes, c: record; room for bytes that come back
-  kEvictFree = 3,   // a: serial, b: bytes; room given up because a tier holds the bytes
   kOpBegin = 4,     // a: name, b: scope, c: 1 if it computes, 2 if it is a view or composed of others (0: not told)
   kOpEnd = 5,       // a: name, b: scope
   kRead = 6,        // a: serial, b: version, c: bytes; operands of the operator that began last
   kWrite = 7,       // a: serial, b: version, c: bytes; results of the operator that ends next
   kStall = 8,       // a: nanoseconds waited
-  kPack = 9,        // a: record, b: serial, c: bytes
-  kUnpack = 10,     // a: record
-  kSole = 11,       // a: record; nobody but Lowtide holds its storage
-  kGone = 12,       // a: record, b: 1 if no kFree will tell of its end (it is away or on its way), c: bytes
   kModule = 13,     // a: name
   kMarker = 14,     // a, b: the caller's
-  kCall = 15,       // a: number; which of the step's calls the operator is that began last
   kExists = 16,     // a: serial, b: bytes; alive when the log begins
   kTouch = 17,      // a: serial, b: 1 if written; a use that no operator announced
   kLeft = 18,       // a: serial, b: bytes, c: 1 if they had to be written; pages leave

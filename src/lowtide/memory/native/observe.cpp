@@ -1,4 +1,4 @@
-// The log of a step: operators, allocations, operands, what autograd saved, and waits; in C++, so that watching a step
+// The log of a step: operators, allocations, operands and waits; in C++, so that watching a step
 // hardly changes it. PyTorch's own observer interface (RecordFunction) reports every dispatched operator, forward,
 // backward and optimizer, without changing how anything is dispatched.
 //
@@ -122,7 +122,11 @@ Facts facts_from_schema(const at::RecordFunction& fn) {
   auto name = fn.operator_name();
   if (!name || facts.name == "aten::empty") return facts;
   auto op = c10::Dispatcher::singleton().findSchema(*name);
-  if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return facts;
+  if (!op) return facts;
+  // Some have a kernel of their own besides (`silu_backward`).
+  if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      !op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+    return facts;
   const auto& schema = op->schema();
   const auto& returns = schema.returns();
   bool view = !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
@@ -274,6 +278,7 @@ std::atomic<bool> checking_calls{false};
 // What must be made before an operator may begin.
 struct Due {
   std::vector<int64_t> used;      // by itself
+  std::vector<int64_t> tried;     // the same, and they are on their tiers too
   std::vector<int64_t> computed;  // from what it changes
 };
 
@@ -282,7 +287,9 @@ Due due_before(const std::vector<Touched>& single, const std::vector<Touched>& l
   if (!remakes().any()) return due;
   for (const auto* touched : {&single, &listed})
     for (const Touched& each : *touched) {
-      if (Ranges::is_discarded(each.range) && !each.range->lost) due.used.push_back(each.serial);
+      const Recipe* recipe = each.range->recipe.get();
+      if (recipe && !recipe->trial && !each.range->lost) due.used.push_back(each.serial);
+      if (recipe && recipe->trial && recipe->reactive) due.tried.push_back(each.serial);
       if (!each.changes) continue;
       std::vector<int64_t> dependents = remakes().dependents(each.range);
       due.computed.insert(due.computed.end(), dependents.begin(), dependents.end());
@@ -306,9 +313,11 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
     dice = dice * 6364136223846793005ull + 1442695040888963407ull;
     if (one_in && (dice >> 33) % one_in == 0) all.leave_all();
   }
-  bool remembers = (of_step && schedule().remembers()) || (begins && !remaking && checking_calls);
+  // Of forward only: what backward makes from it would keep all of it.
+  bool remembers_all = of_step && remakes().discards_victims && c10::GradMode::is_enabled();
+  bool remembers = (of_step && schedule().remembers()) || remembers_all || (begins && !remaking && checking_calls);
   if (!facts.touches || !all.announcing) {
-    if (remembers && all.announcing) use.call = remember(fn, facts.repeats, use.stamp);
+    if (remembers && all.announcing) use.call = remember(fn, facts.repeats, use.stamp, schedule().operators());
     if (of_step) schedule().on_call(use.call);
     return;
   }
@@ -321,12 +330,18 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
           inputs[i], i < facts.writes.size() && facts.writes[i], i < facts.changes.size() && facts.changes[i], single,
           listed);
     Due due = due_before(single, listed);
-    if (remaking || (due.computed.empty() && (due.used.empty() || refused))) break;
+    if (remaking || (due.computed.empty() && due.tried.empty() && (due.used.empty() || refused))) break;
     refused = !due.used.empty();
+    std::vector<Touched> wanted = single;  // what is here must not be discarded for what is not
+    wanted.insert(wanted.end(), listed.begin(), listed.end());
+    for (const Touched& each : wanted) ++each.range->wanted;
+    remakes().have_waiting(std::move(due.tried), guard, true);
     remakes().have_waiting(std::move(due.used), guard, true);
     remakes().have_waiting(std::move(due.computed), guard, false);
+    for (const Touched& each : wanted)
+      if (each.range->serial == each.serial) --each.range->wanted;
   }
-  if (remembers) use.call = remember(fn, facts.repeats, use.stamp);
+  if (remembers) use.call = remember(fn, facts.repeats, use.stamp, schedule().operators());
   if (of_step) schedule().on_call(use.call);
   int64_t stamp = outermost ? outermost->stamp : begins ? use.stamp : ++all.write_clock;
   int64_t list_bytes = 0;
@@ -445,7 +460,12 @@ void end_use(Use& use, const at::RecordFunction& fn) {
   Ranges& all = ranges();
   std::lock_guard<std::mutex> guard(pages().mutex);
   if (ends && !remaking && schedule().in_step()) schedule().on_operator_end();
-  if (use.call) note_products(*use.call, fn);
+  if (use.call) {
+    note_products(*use.call, fn);
+    int64_t stalled = counters.stall_ns.load() - use.stalled_ns;
+    use.call->ns = std::max<int64_t>(0, now_ns() - use.began_ns - stalled);
+    if (remakes().discards_victims && use.call->finished && schedule().in_step()) remakes().note_makers(use.call);
+  }
   for (const Hold& hold : use.holds)
     if (hold.range->serial == hold.serial) all.unpin(hold.range);
 }
@@ -534,7 +554,7 @@ void unlock_log_after_fork() {
 }
 
 int32_t birth_tier(int64_t bytes) {
-  bool planned = touching.load(std::memory_order_relaxed) && bytes >= ranges().least_bytes && !remaking;
+  bool planned = touching.load(std::memory_order_relaxed) && bytes >= kLarge && !remaking;
   return planned && schedule().in_step() ? schedule().birth_tier(bytes) : -1;
 }
 
@@ -545,7 +565,7 @@ void note_made(Range* range) {
     outermost->holds.push_back({range, range->serial});
     note_slow(*outermost, range, false, true);
   }
-  if (touching.load(std::memory_order_relaxed) && range->bytes >= ranges().least_bytes && !remaking &&
+  if (touching.load(std::memory_order_relaxed) && range->bytes >= kLarge && !remaking &&
       schedule().in_step())
     schedule().on_born(range);
 }
@@ -701,10 +721,5 @@ void lt_mark_module(const char* name) {
     marked_module = name;
   }
   log_event(Event::kModule, id);
-}
-
-// Note which of the step's calls the operator that runs is.
-void lt_mark_call(int64_t number) {
-  if (logging.load(std::memory_order_relaxed)) log_event(Event::kCall, number);
 }
 }

@@ -49,6 +49,7 @@ struct Range {
   int32_t leave_coder = 0;
   int pins = 0;             // operators that use it now, and those it was lent to
   int64_t last_touch = 0;   // by the clock of touches
+  int64_t touched_ns = 0;   // when that was, where victims are discarded
   int64_t cached_at = -1;   // by the clock of touched bytes: see Note [Charging]
   int64_t noted_by = -1;    // the stamp of the operator that counts it among its operands
   int64_t storage = -1;     // its number in the plan that is followed
@@ -63,6 +64,7 @@ struct Range {
   void* keeper = nullptr;  // of foreign memory: what frees it, for an orphan's end
   void (*free_keeper)(void*) = nullptr;
   std::shared_ptr<Recipe> recipe;  // it is discarded, or on trial (remakes.h)
+  int wanted = 0;          // by operators that are about to begin, or run again: it may leave, but is not discarded
   char* data = nullptr;           // the tensor's own address; below `start` for foreign memory
   Transfer* transfer = nullptr;   // under way
   std::list<Range*>::iterator by_age;  // its place among all ranges, least recently touched first

@@ -160,6 +160,7 @@ Range* Ranges::at(const void* address) const {
 
 void Ranges::touch(Range* range, bool writes) {
   range->last_touch = ++clock;
+  if (remakes().discards_victims) range->touched_ns = now_ns();
   by_age_.splice(by_age_.end(), by_age_, range->by_age);
   if (!writes) return;
   if (range->place != Place::kSlow) range->dirty = true;
@@ -383,7 +384,6 @@ bool Ranges::call_back(Range* range) {
 
 void Ranges::enqueue(Transfer* transfer) {
   ++under_way_;
-  transfer_began(transfer->bytes);
   Tier& tier = tiers[transfer->slot.tier];
   if (tier.addressable) transfer->joins = tier.link.begin(transfer->write, transfer->slot.offset, transfer->bytes);
   auto& queue = transfer->write ? writes_ : reads_;
@@ -740,6 +740,7 @@ Range* Ranges::victim(int64_t need, bool at_fault) const {
   if (order == Order::kNothing) return nullptr;
   Range* best = nullptr;
   std::array<double, 3> best_worth{};
+  bool best_makeable = false, discards = remakes().discards_victims && !at_fault;
   const Schedule& plan = schedule();
   double far = 1;  // beyond every use that is known
   if (order == Order::kLargestArea)
@@ -752,11 +753,15 @@ Range* Ranges::victim(int64_t need, bool at_fault) const {
     if (at_fault && thrashing_ > kMostThrashing && clock - range->last_touch < kGrace) break;
     if (!may_leave(range)) continue;
     std::array<double, 3> worth = worth_of(range, need, far);
-    if (!best || worth > best_worth) {  // among equals the least recently touched
-      best = range;
-      best_worth = worth;
-    }
-    if (order == Order::kOldest || (order == Order::kFirstThatSuffices && worth[0] > 0)) break;
+    if (best && (best_makeable || !discards) && worth <= best_worth) continue;  // among equals the least recently touched
+    // What can be made again goes before all that has to be written.
+    bool makeable = discards && remakes().is_makeable(range);
+    if (best && !makeable && (best_makeable || worth <= best_worth)) continue;
+    best = range;
+    best_worth = worth;
+    best_makeable = makeable;
+    bool enough = order == Order::kOldest || (order == Order::kFirstThatSuffices && worth[0] > 0);
+    if (enough && (makeable || !discards)) break;
   }
   return best;
 }
@@ -781,9 +786,25 @@ std::array<double, 3> Ranges::worth_of(const Range* range, int64_t need, double 
       return {static_cast<double>(range->bytes) * std::min(next, far)};
     case Order::kFirstThatSuffices:
       return {range->bytes >= need ? 1.0 : 0.0};
+    case Order::kCheapest:
+    case Order::kCheapestStale: {
+      // Where nothing is made again all cost the same, and touches stand for time.
+      bool costs = remakes().discards_victims;
+      double stale = order == Order::kCheapest ? 1
+          : costs                              ? static_cast<double>(std::max<int64_t>(1, now_ns() - range->touched_ns))
+                                               : static_cast<double>(clock - range->last_touch + 1);
+      return {static_cast<double>(range->bytes) * stale / (costs ? std::max(1.0, remakes().cost_ns(range)) : 1.0)};
+    }
     default:
       return {};
   }
+}
+
+// Not at a fault: whoever is interrupted may be about to use it, and could not make it.
+bool Ranges::give_up(Range* range, bool at_fault) {
+  int32_t tier = schedule().tier_of(range);
+  if (!at_fault && remakes().discard_victim(range, tier)) return true;
+  return leave(range, tier);
 }
 
 int64_t Ranges::make_room(int64_t need, bool at_fault) {
@@ -795,7 +816,7 @@ int64_t Ranges::make_room(int64_t need, bool at_fault) {
     if (!range) break;
     int64_t bytes = range->bytes;
     if (at_fault) thrashing_ = clock - range->last_touch < kGrace ? thrashing_ + 1 : 0;
-    if (leave(range, schedule().tier_of(range)))
+    if (give_up(range, at_fault))
       coming += bytes;
     else if (may_leave(range))
       break;  // the end is near: nothing leaves any more
@@ -1097,9 +1118,6 @@ void Ranges::finish(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
   delete transfer;
   --under_way_;
   progress();
-  guard.unlock();
-  transfer_ended(bytes);
-  guard.lock();
 }
 
 void Ranges::finish_write(Transfer* transfer) {

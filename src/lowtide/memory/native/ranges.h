@@ -57,6 +57,8 @@ enum class Order : int32_t {
   kLargest = 5,
   kLargestArea = 6,
   kFirstThatSuffices = 7,
+  kCheapest = 8,
+  kCheapestStale = 9,
 };
 
 // One range's bytes on their way. It may outlive its range: then they go nowhere, and only its pages and slot are left.
@@ -341,6 +343,8 @@ class Ranges {
   bool is_shared(int64_t forks);
   void keep_pages(char* pages, int64_t bytes, bool writable);
   Range* victim(int64_t need, bool at_fault) const;
+  // Start to give a victim's pages up, without a copy where victims are discarded. False: that is not possible now.
+  bool give_up(Range* range, bool at_fault);
   std::array<double, 3> worth_of(const Range* range, int64_t need, double far) const;
   void work();
 

@@ -10,6 +10,7 @@ namespace lowtide {
 
 thread_local bool remaking = false;
 thread_local bool may_pass_budget = false;
+thread_local bool only_trying = false;
 
 namespace {
 
@@ -41,6 +42,41 @@ struct Fresh {
   c10::Storage storage;
   int64_t version;
 };
+
+int64_t own_ns(const std::vector<std::shared_ptr<Call>>& calls) {
+  int64_t total = 0;
+  for (const auto& call : calls) total += call->ns;
+  return total;
+}
+
+// The ranges that calls read and do not make.
+std::vector<int64_t> sources_of(const std::vector<std::shared_ptr<Call>>& calls) {
+  std::unordered_set<int64_t> made, read;
+  for (const auto& call : calls) {
+    call->each_operand([&](const Operand& operand) {
+      if (operand.serial && !made.count(operand.serial)) read.insert(operand.serial);
+    });
+    for (const Product& product : call->products) made.insert(product.serial);
+  }
+  return {read.begin(), read.end()};
+}
+
+constexpr uint64_t kKeyPrime = 0x100000001B3ull;  // of a hash
+constexpr size_t kMostCalls = 64;              // that one victim is made by
+
+// The same for the same storage of another step: by which operators it is made, and which of their results it is.
+uint64_t key_of(const Range* range, const std::vector<std::shared_ptr<Call>>& calls) {
+  uint64_t key = kKeyPrime;
+  auto add = [&](uint64_t value) { key = (key ^ value) * kKeyPrime; };
+  for (const auto& call : calls) {
+    add(static_cast<uint64_t>(call->number));
+    add(std::hash<std::string>()(call->op.schema().name()));
+    for (const Product& product : call->products)
+      if (product.serial == range->serial) add(product.position);
+  }
+  add(static_cast<uint64_t>(range->bytes));
+  return key;
+}
 
 }  // namespace
 
@@ -133,6 +169,7 @@ bool Remakes::discard(
 
 void Remakes::attach(Range* range, std::shared_ptr<Recipe> recipe) {
   for (int64_t serial : recipe->reads) take_lien(ranges().of_serial(serial));
+  if (!recipe->trial) neighbourhoods_.discarded(range->serial, static_cast<double>(own_ns(recipe->calls)), recipe->reads);
   range->recipe = std::move(recipe);
   ++recipes_;
 }
@@ -153,6 +190,7 @@ void Remakes::forget(Range* range) {
   range->recipe = nullptr;
   if (!recipe) return;
   --recipes_;
+  neighbourhoods_.remade(recipe->serial);
   for (int64_t serial : recipe->reads) give_lien(serial);
 }
 
@@ -178,6 +216,68 @@ std::vector<int64_t> Remakes::dependents(Range* range) {
   return found;
 }
 
+// ---- victims ----
+
+std::vector<std::shared_ptr<Call>> Remakes::calls_for(const Range* range) const {
+  std::map<int64_t, std::shared_ptr<Call>> found;  // by stamp: as they ran
+  std::unordered_set<int64_t> seen;
+  std::vector<int64_t> waiting = {range->serial};
+  while (!waiting.empty()) {
+    int64_t serial = waiting.back();
+    waiting.pop_back();
+    auto makers = makers_.find(serial);
+    if (makers == makers_.end() || !seen.insert(serial).second) continue;
+    for (const auto& call : makers->second) {
+      if (!found.emplace(call->stamp, call).second) continue;
+      if (found.size() > kMostCalls) return {};
+      call->each_operand([&](const Operand& operand) {
+        if (operand.serial && !ranges().of_serial(operand.serial)) waiting.push_back(operand.serial);
+      });
+    }
+  }
+  std::vector<std::shared_ptr<Call>> calls;
+  for (auto& [stamp, call] : found) calls.push_back(std::move(call));
+  return calls;
+}
+
+bool Remakes::is_makeable(const Range* range) const {
+  if (range->wanted > 0 || range->foreign || range->recipe || range->lent > 0) return false;
+  auto calls = calls_for(range);
+  if (calls.empty()) return false;
+  auto known = experience_.find(key_of(range, calls));
+  Recipe recipe;
+  return (known == experience_.end() || known->second) && resolve(recipe, range, calls);
+}
+
+double Remakes::cost_ns(const Range* range) const {
+  auto calls = calls_for(range);
+  return neighbourhoods_.cost_of(range->serial, static_cast<double>(own_ns(calls)), sources_of(calls));
+}
+
+bool Remakes::discard_victim(Range* range, int32_t tier) {
+  if (!discards_victims || !is_makeable(range)) return false;
+  auto calls = calls_for(range);
+  Decision decision;
+  decision.key = key_of(range, calls);
+  if (!discard(range, tier, decision, calls)) return false;
+  range->recipe->reactive = true;
+  return true;
+}
+
+void Remakes::note_makers(const std::shared_ptr<Call>& call) {
+  std::unordered_set<int64_t> made;
+  for (const Product& product : call->products)
+    if (made.insert(product.serial).second) makers_[product.serial] = {call};
+  call->each_operand([&](const Operand& operand) {
+    auto found = operand.written ? makers_.find(operand.serial) : makers_.end();
+    if (found != makers_.end() && made.insert(operand.serial).second) found->second.push_back(call);
+  });
+}
+
+void Remakes::forget_makers() {
+  makers_.clear();
+}
+
 // ---- making ----
 
 void Remakes::remake(const std::vector<int64_t>& serials) {
@@ -185,6 +285,7 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
   OneAtATime only;
   std::vector<std::shared_ptr<Recipe>> recipes;
   std::vector<int64_t> liens;
+  std::vector<std::shared_ptr<Recipe>> trials;
   {
     std::lock_guard<std::mutex> guard(pages().mutex);
     // What they read may be discarded too.
@@ -195,11 +296,14 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
       waiting.pop_back();
       if (!range || !range->recipe || range->lost || !seen.insert(range->serial).second) continue;
       recipes.push_back(range->recipe);
+      if (range->recipe->trial) trials.push_back(range->recipe);
+      ++range->wanted;
       for (int64_t read : range->recipe->reads) {
         Range* source = ranges().of_serial(read);
         if (source->recipe && !source->recipe->trial) waiting.push_back(read);
         // Of this run: the range may be freed meanwhile, and its recipe with it.
         ++source->liens;
+        ++source->wanted;
         liens.push_back(read);
       }
     }
@@ -207,6 +311,7 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
   if (recipes.empty()) return;
   int64_t began = now_ns();
   int error = 0;
+  only_trying = trials.size() == serials.size();
   try {
     run(recipes);
   } catch (const c10::OutOfMemoryError&) {
@@ -214,10 +319,16 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
   } catch (const std::exception&) {
     error = kNotRemade;
   }
+  bool tried = only_trying;
+  only_trying = false;
   int64_t took = now_ns() - began;
   std::lock_guard<std::mutex> guard(pages().mutex);
   counted.ns += took;
-  if (error == ENOMEM && !may_pass_budget) {
+  if (error == ENOMEM && tried) {
+    // Another time, when there is more room: what is on trial is on its tier.
+    for (const auto& recipe : trials)
+      if (Range* range = ranges().of_serial(recipe->serial); range && range->recipe == recipe) forget(range);
+  } else if (error == ENOMEM && !may_pass_budget) {
     // It can be tried again: what fails is the next allocation.
     ranges().note_trouble({ENOMEM, false, recipes.front()->nbytes, 0});
   } else if (error) {
@@ -233,7 +344,12 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
       }
     }
   }
-  for (int64_t serial : liens) give_lien(serial);
+  for (const auto& recipe : recipes)
+    if (Range* range = ranges().of_serial(recipe->serial)) --range->wanted;
+  for (int64_t serial : liens) {
+    --ranges().of_serial(serial)->wanted;
+    give_lien(serial);
+  }
   ranges().progress();
 }
 

@@ -18,6 +18,7 @@
 // Note [Who may wait]).
 #pragma once
 #include "calls.h"
+#include "neighbourhoods.h"
 
 #include <unordered_set>
 
@@ -37,6 +38,7 @@ struct Recipe {
   std::vector<std::shared_ptr<Call>> calls;
   std::vector<int64_t> reads;  // ranges with a lien for it
   bool trial = false;
+  bool reactive = false;  // of a victim: no plan says when it is due
   uint64_t checksum = 0, key = 0;
 };
 
@@ -51,9 +53,18 @@ struct RemakeCounters {
 class Remakes {
  public:
   RemakeCounters counted;
+  bool discards_victims = false;  // what is given up because memory runs out, as far as it can be made again
 
   // Give a range up. False: it cannot be made again; it is where it was.
   bool discard(Range* range, int32_t tier, const Decision& decision, const std::vector<std::shared_ptr<Call>>& calls);
+  // Whether a victim could be made again by calls of the step, and what that would cost with all that is discarded around it.
+  bool is_makeable(const Range* range) const;
+  double cost_ns(const Range* range) const;
+  // Give a victim up. False: it cannot be made again, or not now; it is where it was.
+  bool discard_victim(Range* range, int32_t tier);
+  // A call of the step has ended: what it made or changed can be made again by it.
+  void note_makers(const std::shared_ptr<Call>& call);
+  void forget_makers();
   // The ranges that have to be made before this one changes.
   std::vector<int64_t> dependents(Range* range);
   // The range is no more, or will not be made: what its recipe reads is free again.
@@ -78,6 +89,8 @@ class Remakes {
   }
 
  private:
+  // The calls that make a range, and what they read that is freed.
+  std::vector<std::shared_ptr<Call>> calls_for(const Range* range) const;
   bool resolve(Recipe& recipe, const Range* range, const std::vector<std::shared_ptr<Call>>& calls) const;
   void attach(Range* range, std::shared_ptr<Recipe> recipe);
   void take_lien(Range* range);
@@ -87,6 +100,9 @@ class Remakes {
   void help();
 
   int64_t recipes_ = 0;
+  Neighbourhoods neighbourhoods_;  // of what is discarded
+  // Of a step whose victims are discarded: the calls that wrote a range, in order, also of one that is freed.
+  std::unordered_map<int64_t, std::vector<std::shared_ptr<Call>>> makers_;
   std::unordered_map<uint64_t, bool> experience_;  // whether a decision's range came back the same; see Note [Trial]
   std::vector<int64_t> asked_;
   std::condition_variable asked_changed_;
@@ -97,6 +113,8 @@ Remakes& remakes();
 
 // Whether this thread runs calls again: they are no operators of the program's.
 extern thread_local bool remaking;
+// Whether all that it makes is on trial: where there is no room for that, nobody needs it.
+extern thread_local bool only_trying;
 // Whether it does so for a thread that cannot be refused.
 extern thread_local bool may_pass_budget;
 

@@ -92,12 +92,14 @@ void Schedule::diverge() {
 int64_t Schedule::end_step() {
   in_step_ = false;
   calls_.clear();
+  remakes().forget_makers();
   return is_whole() && !resized_ ? plan_->id : -1;
 }
 
 void Schedule::abandon_step() {
   in_step_ = false;
   calls_.clear();
+  remakes().forget_makers();
   follow(nullptr);
 }
 

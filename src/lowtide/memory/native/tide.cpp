@@ -146,10 +146,12 @@ int lt_ranges_stop(int bring_back) {
   return ranges().stop_waiting(bring_back != 0);
 }
 
-// Who is given up first from here on: one of `Order`.
-void lt_order(int order) {
+// Who is given up first from here on: one of `Order`; `discards`: without a copy, as far as it can be made again.
+void lt_order(int order, int discards) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   ranges().order = static_cast<Order>(order);
+  remakes().discards_victims = discards != 0;
+  if (discards) remakes().start();
 }
 
 void lt_announce(int on) {
@@ -226,6 +228,13 @@ int lt_fetch(c10::TensorImpl* tensor) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   Range* range = range_of(tensor);
   return range && ranges().prefetch(range) ? 0 : -1;
+}
+
+// The serial number of the block behind a tensor; below zero: memory that is not ours; 0: none.
+int64_t lt_serial_of_tensor(c10::TensorImpl* tensor) {
+  if (!tensor->has_storage()) return 0;
+  const c10::StorageImpl* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  return storage && storage->nbytes() > 0 ? serial_of(storage) : 0;
 }
 
 // Where a tensor's bytes are: 0 here, 1 leaving, 2 away, 3 arriving, 4 in slow memory; -1: it is not a range.

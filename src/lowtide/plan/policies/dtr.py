@@ -11,25 +11,17 @@ discarded is made again when an operator asks for it, which may discard others i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from math import inf
+from dataclasses import replace
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import About, Costs, Family, Runs, View, until_covered
+from lowtide.plan.policy import About, Family, Order, Runs
 
-Heuristic = Callable[[float, int, float], float]
-
-
-def _ratio(cost_s: float, divisor: float) -> float:
-    return cost_s / divisor if divisor > 0 else inf
-
-
-HEURISTICS: dict[str, Heuristic] = {
-    "dtr": lambda cost_s, nbytes, stale: _ratio(cost_s, nbytes * stale),
-    "msps": lambda cost_s, nbytes, _: _ratio(cost_s, nbytes),
-    "lru": lambda _cost_s, _nbytes, stale: _ratio(1.0, stale),
-    "largest": lambda _cost_s, nbytes, _: _ratio(1.0, nbytes),
+HEURISTICS = {
+    "dtr": Order.CHEAPEST_STALE,
+    "msps": Order.CHEAPEST,
+    "lru": Order.OLDEST,
+    "largest": Order.LARGEST,
 }
 
 
@@ -43,18 +35,20 @@ class Dtr:
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Kirisame et al., ICLR 2021",
         reconstructed=(
-            "only what autograd saved is discarded; what cannot be made again is swapped when nothing else is left. In "
-            "the runtime, neighbourhoods are the paper's approximation with union-find, and steps that are recorded "
-            "swap; where the executor cannot run operators again, victims are swapped and all cost the same"
+            "only what forward made is discarded; what cannot be made again is swapped when nothing else is left. For "
+            "real, neighbourhoods are the paper's approximation with union-find (h with e*), and what is discarded for "
+            "the first time is swapped and made again for comparison, or on an accelerator in a recorded step; where "
+            "the executor cannot run operators again, victims are swapped and all cost the same"
         ),
         recomputes=True,
         discards_victims=True,
+        victims=Order.CHEAPEST_STALE,
     )
 
     def __init__(self, *, heuristic: str = "dtr") -> None:
         if heuristic not in HEURISTICS:
             raise BadArgument(f"unknown heuristic {heuristic!r}: choose one of {', '.join(HEURISTICS)}")
-        self._heuristic = HEURISTICS[heuristic]
+        self.about = replace(Dtr.about, victims=HEURISTICS[heuristic])
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions or prediction: what is discarded is only known when it happens."""
@@ -65,18 +59,3 @@ class Dtr:
         )
         notes = (f"reactive: victims are chosen when memory runs out, and {how}",)
         return Plan(policy=self.name, budget_bytes=problem.budget_bytes, notes=notes)
-
-    def victims(self, view: View, need_bytes: int) -> Iterator[int]:
-        """Yield the least h first; where the view knows no costs, all cost the same and events stand for seconds."""
-        records = view.evictable()
-        newest = max((view.last_access(record) for record in records), default=0)
-
-        def h(record: int) -> tuple[float, int]:
-            last = view.last_access(record)
-            if isinstance(view, Costs):
-                cost_s, stale = view.recompute_s(record), view.staleness_s(record)
-            else:
-                cost_s, stale = 1.0, 1.0 + newest - last
-            return self._heuristic(cost_s, view.nbytes(record), stale), last
-
-        return until_covered(sorted(records, key=h), view, need_bytes)

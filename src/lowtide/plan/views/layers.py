@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from lowtide.core.trace import Gap, Kind, Op, Phase, Trace
+from lowtide.core.trace import Gap, Kind, Op, Phase, Reach, Trace
 from lowtide.plan.policy import activation_gaps
 
 
@@ -71,8 +71,9 @@ _STATE = frozenset({Kind.PARAM, Kind.BUFFER, Kind.GRAD, Kind.OPTIMIZER})
 class Layer:
     """A stretch of forward operators and the stretch of backward operators that belongs to it.
 
-    `inputs` are the storages its operators read and did not make, `saves` those that autograd saved for it; neither
-    has parameters or buffers. `backward` reaches from its first unpack to its last (empty: none was recorded).
+    `inputs` are the storages its operators read and did not make, `saves` those that autograd saved for it (where the
+    executor moves pages: that backward touches again); neither has parameters or buffers. `backward` reaches from the
+    first use of these to the last (empty: none was recorded).
     """
 
     index: int
@@ -101,20 +102,15 @@ def kind_of(op: Op) -> LayerKind:
 def layers_of(trace: Trace) -> tuple[Layer, ...]:
     """Return the layers of a trace in the order of the forward pass."""
     kinds = [kind_of(op) for op in trace.ops]
-    saved_at: dict[int, set[int]] = {}
-    for save in trace.saves:
-        saved_at.setdefault(save.packed_op, set()).add(save.storage)
-    saved = {save.storage for save in trace.saves}
-    heads: dict[int, set[int]] = {}
-    for index, op in enumerate(trace.ops):
-        # What the engine adds up between two backward operators is recorded as forward, but saves nothing.
-        if op.phase is Phase.FORWARD:
-            keeps = set(saved_at.get(index, ()))
-            if kinds[index] in _KEEPS_OPERANDS:
-                heads[index] = keeps.union(saved.intersection(op.reads))
-            elif keeps or index == 0:
-                heads[index] = keeps
-    unpacks = _unpacks(trace, heads)
+    kept = _kept_by_touches(trace, kinds) if trace.reach is Reach.TOUCHED else _kept_by_saves(trace, kinds)
+    # What the engine adds up between two backward operators is recorded as forward, but saves nothing.
+    heads = {
+        index: set(kept.get(index, ()))
+        for index, op in enumerate(trace.ops)
+        if op.phase is Phase.FORWARD and (kept.get(index) or kinds[index] in _KEEPS_OPERANDS or index == 0)
+    }
+    unpacks = {head: [use for uses in kept.get(head, {}).values() for use in uses] for head in heads}
+    _add_uses_of_parameters(trace, unpacks)
     stretches = _stretches(trace, sorted(heads))
     return tuple(
         _layer(trace, number, stretch, kind=kinds[stretch.start], keeps=heads[stretch.start], unpacks=unpacks)
@@ -162,28 +158,69 @@ def _stretches(trace: Trace, heads: Sequence[int]) -> list[range]:
     return found
 
 
-def _unpacks(trace: Trace, heads: dict[int, set[int]]) -> dict[int, list[int]]:
-    """Return, for each head, the operators before which autograd unpacked what it saved, or that read parameters."""
-    savers: dict[int, list[int]] = {}
-    for head in sorted(heads):
-        for storage in heads[head]:
-            savers.setdefault(storage, []).append(head)
+_Kept = dict[int, dict[int, list[int]]]
+"""What each forward operator keeps for its backward, and the backward operators that use it."""
+
+
+def _kept_by_saves(trace: Trace, kinds: Sequence[LayerKind]) -> _Kept:
+    """Return what autograd saved, by the operator that saved it first and those that are known to keep operands."""
+    saved_at: dict[int, set[int]] = {}
     uses: dict[int, set[int]] = {}
     for save in trace.saves:
+        saved_at.setdefault(save.packed_op, set()).add(save.storage)
         uses.setdefault(save.storage, set()).update(save.uses)
-    found: dict[int, list[int]] = {}
+    savers: dict[int, list[int]] = {}
+    for index, op in enumerate(trace.ops):
+        if op.phase is Phase.FORWARD:
+            keeps = saved_at.get(index, set())
+            if kinds[index] in _KEEPS_OPERANDS:
+                keeps = keeps.union(uses.keys() & set(op.reads))
+            for storage in keeps:
+                savers.setdefault(storage, []).append(index)
+    found: _Kept = {}
     for storage, owners in savers.items():
+        for owner in owners:
+            found.setdefault(owner, {})[storage] = []
         for owner, use in zip(owners, sorted(uses[storage], reverse=True), strict=False):
-            found.setdefault(owner, []).append(use)
+            found[owner][storage].append(use)
+    return found
+
+
+def _kept_by_touches(trace: Trace, kinds: Sequence[LayerKind]) -> _Kept:
+    """Return what forward operators touch and backward ones touch again, where no save tells.
+
+    Backward comes back in reverse: its first touch of a storage is for the last forward operator that needs it. A layer
+    that keeps its operands does not need its result.
+    """
+    first_op = next((index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), len(trace.ops))
+    owners: dict[int, list[int]] = {}
+    uses: dict[int, list[int]] = {}
+    for index, op in enumerate(trace.ops):
+        if op.phase is Phase.FORWARD and index < first_op:
+            touched = op.reads if kinds[index] in _KEEPS_OPERANDS else (*op.reads, *op.writes)
+        else:
+            touched = op.reads if op.phase is Phase.BACKWARD else ()
+        for storage in dict.fromkeys(touched):
+            block = trace.storages[storage]
+            if block.kind is Kind.ACTIVATION and block.nbytes >= trace.least_bytes:
+                (owners if index < first_op else uses).setdefault(storage, []).append(index)
+    found: _Kept = {}
+    for storage, forward in owners.items():
+        for owner, use in zip(reversed(forward), uses.get(storage, ()), strict=False):
+            found.setdefault(owner, {}).setdefault(storage, []).append(use)
+    return found
+
+
+def _add_uses_of_parameters(trace: Trace, unpacks: dict[int, list[int]]) -> None:
+    """Count the backward operators that read a layer's parameters to it."""
     reader: dict[int, int] = {}
     for index, op in enumerate(trace.ops):
         for storage in op.reads:
             if trace.storages[storage].kind is Kind.PARAM:
-                if index in heads:
+                if index in unpacks:
                     reader[storage] = index
                 elif op.phase is Phase.BACKWARD and storage in reader:
-                    found.setdefault(reader[storage], []).append(index)
-    return found
+                    unpacks[reader[storage]].append(index)
 
 
 def _layer(

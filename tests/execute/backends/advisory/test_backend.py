@@ -44,7 +44,6 @@ def without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def unavailable() -> None:
         raise NativeUnavailable(REASON)
 
-    monkeypatch.setattr("lowtide.execute.backends.cpu.backend.load", unavailable)
     monkeypatch.setattr("lowtide.memory.ranges.load", unavailable)
     said = threading.Event()
     said.set()

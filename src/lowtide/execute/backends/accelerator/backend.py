@@ -48,8 +48,6 @@ class AcceleratorBackend(Remaking):
     `host_bytes` bounds the pinned memory below it; what does not fit there goes on to `medium`.
     """
 
-    gradients = None  # backward's last callback runs on another thread than the hooks
-
     def __init__(self, medium: Medium, *, device: torch.device, host_bytes: int, verify: bool = False) -> None:
         check_free(device)
         memory = DeviceMemory(device)

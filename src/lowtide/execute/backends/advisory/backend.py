@@ -45,7 +45,6 @@ class AdvisoryBackend(AskedByAllocator):
     """
 
     exact_budget = False
-    gradients = None  # it sees gradients as it sees parameters: what is alive
     device = torch.device("cpu")
     refusals = 0
 

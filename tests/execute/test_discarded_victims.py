@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.residency.machine import Residence
-from tests.execute.training import records
+from lowtide.memory.native import load
 
 MIB = 2**20
 Step = Callable[[], AbstractContextManager[Any]]
@@ -22,7 +21,7 @@ Step = Callable[[], AbstractContextManager[Any]]
 
 @pytest.mark.parametrize("change", ["behind autograd", "in place"])
 def test_nothing_given_up_outlives_its_step(change: str, tmp_path: Path) -> None:
-    def gradients(step: Step, look: Callable[[], None] = lambda: None) -> list[Tensor]:
+    def gradients(step: Step) -> list[Tensor]:
         torch.manual_seed(0)
         biases = [nn.Parameter(torch.randn(512)) for _ in range(12)]
 
@@ -40,7 +39,6 @@ def test_nothing_given_up_outlives_its_step(change: str, tmp_path: Path) -> None
                     bias.grad = None
         with step():
             loss = forward(9)
-        look()
         with torch.no_grad():
             for bias in biases:
                 (bias.data if change == "behind autograd" else bias).add_(1.0)
@@ -49,13 +47,7 @@ def test_nothing_given_up_outlives_its_step(change: str, tmp_path: Path) -> None
 
     expected = gradients(nullcontext)
     with lowtide.fit(budget=9 * MIB, spill=tmp_path, policy="dtr") as tide:
-
-        def look() -> None:
-            machine = tide._runtime.machine
-            assert machine.records()
-            assert not any(machine.where(record) is Residence.DISCARDED for record in machine.records())
-
-        got = gradients(tide.step, look)
+        got = gradients(tide.step)
         assert int(str(tide.stats()["recomputed_ops"])) > 0
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
@@ -87,7 +79,7 @@ def test_running_statistics_that_the_step_made_itself_are_changed_by_a_normalisa
         return found
 
     expected = gradient(nullcontext)
-    with lowtide.fit(budget=34 * MIB, spill=tmp_path, policy="dtr", verify=True) as tide:
+    with lowtide.fit(budget=20 * MIB, spill=tmp_path, policy="dtr", verify=True) as tide:
         assert torch.equal(gradient(tide.step), expected)
         assert int(str(tide.stats()["recomputed_ops"])) > 0
 
@@ -97,12 +89,13 @@ def test_nothing_is_held_longer_than_backward_needs_it(inplace: bool, tmp_path: 
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU(inplace=inplace), nn.Dropout(0.1))]
     model = nn.Sequential(*layers)
-    with lowtide.fit(model, budget=14 * MIB, spill=tmp_path, policy="dtr") as tide:
+    with lowtide.fit(model, budget=9 * MIB, spill=tmp_path, policy="dtr") as tide:
         for _ in range(6):
             with tide.step():
                 for _ in range(2):  # micro-batches
                     model(torch.randn(1024, 256)).sum().backward()
-                    assert records() == 0
+                    # Parameters and their gradients, and nothing that a release was put off for.
+                    assert load().range_counters().ranges == 12
                 model.zero_grad()
         assert int(str(tide.stats()["recomputed_ops"])) > 0
 

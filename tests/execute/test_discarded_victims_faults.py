@@ -15,7 +15,7 @@ from lowtide.plan.policy import Policy
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium, Latency
 from lowtide.tiers.medium import Medium
 from tests.bitwise.discard_all import DiscardAll
-from tests.execute.training import Need, Training, records
+from tests.execute.training import Need, Training, away_bytes
 
 STEPS = 6
 POLICIES: dict[str, Callable[[], Policy]] = {"discard_all": lambda: DiscardAll(once=False), "dtr": Dtr}
@@ -32,7 +32,7 @@ def trained(medium: Medium, budget_bytes: int, policy: Policy) -> tuple[Training
     with lowtide.fit(training.model, training.optimizer, budget=budget_bytes, spill=medium, policy=policy) as tide:
         failed = training.steps_despite_the_disk(STEPS, tide.step)
         stats = tide.stats()
-    assert records() == 0
+    assert away_bytes() == 0
     assert int(str(stats["peak_reserved_bytes"])) <= budget_bytes
     assert int(str(stats["recomputed_ops"])) > 0, "nothing ran again: this shows nothing"
     return training, failed, stats
@@ -99,4 +99,4 @@ def test_an_exception_in_the_middle_of_backward_leaves_the_training_usable(
         assert int(str(tide.stats()["recomputed_ops"])) > 0
     assert raised == 2
     assert training.result()["state"] == stock["state"]
-    assert records() == 0
+    assert away_bytes() == 0

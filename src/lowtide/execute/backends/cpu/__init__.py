@@ -1,1 +1,0 @@
-"""Memory of the CPU, enforced by the native allocator."""
