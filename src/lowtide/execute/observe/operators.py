@@ -26,7 +26,8 @@ _LIBRARY = Library(
     title="the observer of operators",
     build_s=15,
     directory=_NATIVE,
-    sources=("observer.cpp",),
+    sources=("observer.cpp", "touches.cpp"),
+    headers=("telling.h",),
     links=("torch_python",),
 )
 
@@ -82,12 +83,17 @@ class _Native:
 _loaded: _Native | None = None
 
 
+def library_path() -> Path:
+    """Return the built library."""
+    torch_dir = Path(torch.__file__).parent
+    return build(torch_dir, torch.__version__, torch.compiled_with_cxx11_abi(), _LIBRARY)
+
+
 @cache
 def _tried() -> _Native | str:
     global _loaded
-    torch_dir = Path(torch.__file__).parent
     try:
-        _loaded = _Native(build(torch_dir, torch.__version__, torch.compiled_with_cxx11_abi(), _LIBRARY))
+        _loaded = _Native(library_path())
     except (NativeUnavailable, OSError) as error:
         return str(error)
     return _loaded
