@@ -15,9 +15,7 @@ import torch
 
 _WAYS: tuple[tuple[type, str], ...] = (
     (torch.Tensor, "data_ptr"),
-    (torch.Tensor, "__dlpack__"),
     (torch.UntypedStorage, "data_ptr"),
-    (torch.UntypedStorage, "resize_"),
 )
 # What a storage's own methods do with memory: no operator, or one that comes after they have looked at the address.
 _CALLS = ("copy_", "fill_", "__getitem__", "__setitem__")

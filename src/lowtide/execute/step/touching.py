@@ -16,6 +16,7 @@ from lowtide.execute.backends.protocol import ShellMemory, StepMemory
 from lowtide.execute.observe import touches
 from lowtide.execute.observe.operators import is_aside
 from lowtide.execute.observe.touches import Touch
+from lowtide.execute.recompute.lending import Lending, Owned
 from lowtide.execute.step.driver import Driver
 from lowtide.execute.step.held import Owner, held_by
 from lowtide.plan.policy import Policy
@@ -41,6 +42,8 @@ class Touching(Driver):
         self.unmanaged: Counter[str] = Counter()
         self._least_bytes = least_bytes
         self._owners: list[weakref.ref[Owner]] = []
+        self._watching = False
+        self._lending = Lending(self._memory_lent)
 
     # ---- who holds what ----
 
@@ -83,11 +86,20 @@ class Touching(Driver):
         shells = self.backend.shells
         if shells is None or not self._owners:
             return
-        if wanted:
+        if wanted and not self._watching:
+            self._watching = True
             shells.on_shortage = self.find_held
             touches.watch(self)
-        elif shells.is_all_there():
+            self._lending.on()
+        elif not wanted and shells.is_all_there():
+            self.stop_touches()
+
+    def stop_touches(self) -> None:
+        """Put nothing back any more: everything is there, or is about to be."""
+        if self._watching:
+            self._watching = False
             touches.unwatch(self.device)
+            self._lending.off()
 
     # ---- touches ----
 
@@ -156,6 +168,13 @@ class Touching(Driver):
             self.unmanaged["tensor whose address was asked for"] += 1
         finally:
             self._used(record)
+
+    def _memory_lent(self, owned: Owned, _for_good: bool) -> None:
+        """Keep what DLPack lends, or its owner gives another size."""
+        is_plain = isinstance(owned, torch.UntypedStorage) or owned.layout is torch.strided
+        if owned.device == self.device and is_plain:
+            storage = owned if isinstance(owned, torch.UntypedStorage) else owned.untyped_storage()
+            self.address_asked(storage._cdata)
 
     def is_held(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's storage is one that the program holds and that may leave."""

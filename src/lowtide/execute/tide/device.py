@@ -21,7 +21,6 @@ from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import link_seen
 from lowtide.execute.backends.oom_messages import concerns, may_be_refusal
 from lowtide.execute.backends.protocol import Usage
-from lowtide.execute.observe import touches
 from lowtide.execute.step.held import STATE
 from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.step.saved import UseWait
@@ -84,12 +83,10 @@ class DeviceTide(Tide):
                 self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
             except BaseException:
                 self._runtime.close(bring_back=False)  # its hooks are on the parameters
+                self._runtime.stop_touches()
                 raise
         except BaseException:
-            try:
-                self._backend.close()
-            finally:
-                touches.unwatch(self._backend.device)
+            self._backend.close()
             raise
         self._recorded: dict[tuple[int, ...], int] = {}
         self._alert = 1
@@ -372,7 +369,7 @@ class DeviceTide(Tide):
             try:
                 self._backend.close(bring_back=bring_back)
             finally:
-                touches.unwatch(self._backend.device)
+                self._runtime.stop_touches()
 
 
 def _in_trace(waits: Iterable[UseWait], planned: Planned) -> Iterator[Wait]:
