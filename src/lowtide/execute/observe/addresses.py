@@ -92,8 +92,8 @@ def _storage_of(owned: torch.Tensor | torch.UntypedStorage) -> int | None:
     if owned.device.type in ("cpu", "meta"):
         return None
     if isinstance(owned, torch.UntypedStorage):
-        return owned._cdata
+        return int(owned._cdata)
     try:
-        return owned.untyped_storage()._cdata
+        return int(owned.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse, or a wrapper
         return None
