@@ -12,12 +12,18 @@ import re
 import torch
 
 _DEVICE = re.compile(r"\b(?:GPU |[a-z]+:)(\d+) has a total capacity of")
+AWAY = "lowtide: this tensor is away from the device"
+"""How the error begins that a touch of a tensor raises whose bytes nobody has brought back."""
 _IN_TORCHSCRIPT = "failed in the TorchScript interpreter"
 
 
 def may_be_refusal(error: RuntimeError) -> bool:
-    """Tell whether an error may be an allocator's refusal: TorchScript makes one of its own of whatever it meets."""
-    return isinstance(error, torch.OutOfMemoryError) or _IN_TORCHSCRIPT in str(error)
+    """Tell whether an error may be a refusal for want of memory: an allocator's, or of a tensor that did not come back.
+
+    TorchScript makes an error of its own of whatever it meets.
+    """
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or _IN_TORCHSCRIPT in text or AWAY in text
 
 
 def concerns(error: RuntimeError, device: torch.device) -> bool:

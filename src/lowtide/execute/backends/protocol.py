@@ -34,7 +34,10 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Fast memory and traffic at one instant. `traffic` is None where transfers are not timed."""
+    """Fast memory and traffic at one instant. `traffic` is None where transfers are not timed.
+
+    `away_bytes` are those of what the program holds that are not in fast memory.
+    """
 
     live_bytes: int
     peak_bytes: int
@@ -44,6 +47,7 @@ class Usage:
     written_bytes: int
     read_bytes: int
     fresh_bytes: int = 0
+    away_bytes: int = 0
     traffic: Traffic | None = None
 
 
@@ -175,12 +179,60 @@ class Foresight(Protocol):
         ...
 
 
+class ShellMemory(Protocol):
+    """What a backend offers on which what the program holds may leave: parameters, gradients, optimizer state.
+
+    Such a storage stays where it is while its block is away. It is a record that may leave whenever no operator uses
+    it, and that has to be lent to every operator that is told of (`observe.touches`).
+    """
+
+    on_shortage: Callable[[], bool]
+    """Asked when nothing more can leave; True: something has been found that may."""
+
+    def shell_of(self, storage: int) -> int | None:
+        """Return the record of a storage, by its number in torch, if it is one that the program holds."""
+        ...
+
+    def adopt_shell(self, tensor: torch.Tensor, *, kind: str, least_bytes: int) -> tuple[int, int] | None:
+        """Make the storage of a tensor a record; return its number and bytes (None: it is one, or cannot be)."""
+        ...
+
+    def bury_shells(self) -> None:
+        """Forget the storages that nobody holds any more."""
+        ...
+
+    def is_all_there(self) -> bool:
+        """Tell whether the program has all blocks."""
+        ...
+
+    def lend(self, record: int) -> bool:
+        """Give a storage its block for an operator of this thread; False if the block is not there yet."""
+        ...
+
+    def take_back(self, record: int, *, wrote: bool) -> bool:
+        """End what `lend` began; return whether an operator has written the storage, this one or another."""
+        ...
+
+    def may_leave(self, record: int) -> bool:
+        """Tell whether a record was not kept for good."""
+        ...
+
+    def keep_for_good(self, record: int) -> None:
+        """Leave a storage that is lent its block for good: somebody knows its address."""
+        ...
+
+
 class StepMemory(SavedTensors, Transfers, Foresight, Protocol):
     """What a running step asks of fast memory."""
 
     @property
     def remakes(self) -> Remakes | None:
         """What gives records up without a copy and takes them when they were made again, where that is possible."""
+        ...
+
+    @property
+    def shells(self) -> ShellMemory | None:
+        """What lets tensors leave that the program holds, where that is possible."""
         ...
 
 
@@ -213,6 +265,11 @@ class AskedByAllocator:
     @property
     def remakes(self) -> Remakes | None:
         """Nothing can be made again."""
+        return None
+
+    @property
+    def shells(self) -> ShellMemory | None:
+        """What the program holds stays."""
         return None
 
     def run(self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

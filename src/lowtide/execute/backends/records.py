@@ -77,9 +77,9 @@ class Pack(Generic[R]):
     probe: torch.Tensor
 
 
-def unreadable(nbytes: int, cause: OSError, *, tier: str) -> SpillError:
+def unreadable(nbytes: int, cause: OSError, *, tier: str, what: str = "saved for backward") -> SpillError:
     """Return the error for bytes that did not come back from a tier, or not as they left."""
-    what = f"{format_bytes(nbytes)} saved for backward"
+    what = f"{format_bytes(nbytes)} {what}"
     if isinstance(cause, SpillCorrupted):
         return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from tier '{tier}': its checksum differs")
     return SpillError(cause.errno or errno.EIO, f"{what} cannot be read back from tier '{tier}': {cause}")

@@ -26,7 +26,8 @@ _LIBRARY = Library(
     title="the observer of operators",
     build_s=15,
     directory=_NATIVE,
-    sources=("observer.cpp",),
+    sources=("observer.cpp", "touches.cpp"),
+    headers=("telling.h",),
     links=("torch_python",),
 )
 
@@ -82,11 +83,16 @@ class _Native:
 _loaded: _Native | None = None
 
 
+def library_path() -> Path:
+    """Return the built library."""
+    return build(_LIBRARY, Torch.here())
+
+
 @cache
 def _tried() -> _Native | str:
     global _loaded
     try:
-        _loaded = _Native(build(_LIBRARY, Torch.here()))
+        _loaded = _Native(library_path())
     except (NativeUnavailable, OSError) as error:
         return str(error)
     return _loaded

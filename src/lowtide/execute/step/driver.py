@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-
-import torch
+from typing import TypeVar
 
 from lowtide.errors import SpillFull
 from lowtide.execute.backends.protocol import Transfers
@@ -22,6 +21,8 @@ from lowtide.plan.victims import victims_of
 from lowtide.residency import events as e
 from lowtide.residency.machine import Residence, Residency
 from lowtide.residency.view import DiscardingView
+
+T = TypeVar("T")
 
 
 class Driver(ABC):
@@ -64,20 +65,20 @@ class Driver(ABC):
                 case e.Remake():
                     self._remake(record)
 
-    def _attached(self, record: int, attach: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-        """Return a tensor on a record's storage once that is there."""
-        tensor = attach()
-        while tensor is None:
+    def _attached(self, record: int, attach: Callable[[], T | None]) -> T:
+        """Return what `attach` makes of a record once that is there."""
+        made = attach()
+        while made is None:
             self.backend.wait(record)
-            tensor = attach()
-            if tensor is None:  # it had left in the meantime
+            made = attach()
+            if made is None:  # it had left in the meantime
                 self._fetch(record)
-        return tensor
+        return made
 
-    def _used(self, record: int) -> None:
+    def _used(self, record: int, *, wrote: bool = True) -> None:
         with self._lock:
             self._settle()
-            self.machine.on(e.Used(record))
+            self.machine.on(e.Used(record, wrote))
 
     def _fetch(self, record: int) -> None:
         try:

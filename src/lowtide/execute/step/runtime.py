@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -14,9 +13,9 @@ from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.execute.backends.protocol import Packed, StepMemory
 from lowtide.execute.observe.operators import can_watch
 from lowtide.execute.recompute.remaker import Remaker
-from lowtide.execute.step.driver import Driver
 from lowtide.execute.step.matcher import Matcher
 from lowtide.execute.step.saved import SavedTensor, UseWait, unmanaged_reason
+from lowtide.execute.step.touching import Touching
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
 from lowtide.residency.machine import Residence
@@ -28,7 +27,7 @@ _IN_MEMORY = (Residence.RESIDENT, Residence.CLEAN)
 _LEAST_WAIT_S = 1e-4
 
 
-class Runtime(Driver):
+class Runtime(Touching):
     """Keeps saved tensors inside the backend's budget, one step after the other."""
 
     backend: StepMemory
@@ -36,12 +35,10 @@ class Runtime(Driver):
     def __init__(
         self, backend: StepMemory, policy: Policy, *, least_bytes: int, strict: bool = False, remakes: bool = True
     ) -> None:
-        super().__init__(backend, policy, strict=strict)
+        super().__init__(backend, policy, least_bytes=least_bytes, strict=strict)
         self.matcher = Matcher()
-        self.unmanaged: Counter[str] = Counter()
         self.waits: list[UseWait] = []
         self.first_save_s: float | None = None
-        self._least_bytes = least_bytes
         self._key_of: dict[int, int] = {}
         self._next_key = 0
         if remakes and backend.remakes is not None:
@@ -60,6 +57,8 @@ class Runtime(Driver):
         self._remakes = self.remaker is not None and not recording and can_watch()
         self.waits = []
         self.first_save_s = None
+        self.refused_touch = None
+        self.find_held()
         with self._lock:
             self._settle()
             self.machine.begin_step()
@@ -153,6 +152,8 @@ class Runtime(Driver):
             self.unmanaged[reason] += 1
             return KeptTensor(tensor)
         if is_parameter(tensor):
+            return KeptTensor(tensor)
+        if self.is_held(tensor):
             return KeptTensor(tensor)
         nbytes = self.backend.storage_bytes(tensor)
         if nbytes < 0:

@@ -22,12 +22,14 @@ from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import link_seen
 from lowtide.execute.backends.oom_messages import concerns, may_be_refusal
 from lowtide.execute.backends.protocol import Usage
+from lowtide.execute.step.held import STATE
 from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.step.saved import UseWait
 from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.opening import Opened
 from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
+from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.plan.costs.sweep import planned_bytes
 from lowtide.plan.policy import Observes, Policy
 from lowtide.plan.verify import check_executable
@@ -60,6 +62,11 @@ class DeviceTide(Tide):
         self._backend, self._machine = opened.backend, opened.machine
         self._budget_bytes, self._spill_name = opened.budget_bytes, opened.spill_name
         self._policy = policy
+        self._moves = not moves_nothing
+        # What the tensors of a slice take is pinned by its operators, beside everything else that is.
+        self._slices = SlicedUpdates(
+            slice_bytes=self._budget_bytes // 8, whole_bytes=self._budget_bytes // 2, operators=True, made=self._made
+        )
         try:
             if recompute is None:
                 recompute = self._policy.about.recomputes
@@ -69,7 +76,14 @@ class DeviceTide(Tide):
                 self._backend, self._policy, least_bytes=self._least_bytes, remakes=recompute and not moves_nothing
             )
             self._recorder = Recorder(self._backend, models, optimizers)
-            self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
+            try:
+                if self._moves:
+                    self._runtime.know_holders([*models, *optimizers])
+                    self._runtime.watch_touches(True)
+                self._backend.open(budget_bytes=self._budget_bytes, on_pressure=self._runtime.on_pressure)
+            except BaseException:
+                self._runtime.stop_touches()
+                raise
         except BaseException:
             self._backend.close()
             raise
@@ -84,7 +98,9 @@ class DeviceTide(Tide):
         self._plan: Plan | None = None
         self._step_stall_s = 0.0
         self._step_figures: dict[str, object] = {}
-        self._static_bytes = self._backend.usage().live_bytes
+        self._static_bytes = self._held_bytes()
+        if self._moves:
+            self._slices.on()
         self._opened()
 
     # ---- the loop ----
@@ -100,6 +116,9 @@ class DeviceTide(Tide):
         except RuntimeError as error:
             if not may_be_refusal(error):
                 raise
+            refused, self._runtime.refused_touch = self._runtime.refused_touch, None
+            if refused is not None:
+                raise located(refused, error, self._recorder.models()) from error
             if self._runtime.failure is not None:  # Ctrl-C while it waited for room, for one
                 raise self._runtime.take_failure() from error
             if self._backend.refusals == refusals or not concerns(error, self._backend.device):
@@ -108,9 +127,16 @@ class DeviceTide(Tide):
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         self._recorder.know(optimizer)
+        if self._moves:
+            self._runtime.know_holders([optimizer])
+
+    def _made(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._runtime.adopt((tensor, STATE) for tensor in tensors)
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         self._recorder.know_models(models)
+        if self._moves:
+            self._runtime.know_holders(models)
 
     def _known(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
         return self._recorder.models(), self._recorder.optimizers()
@@ -122,16 +148,23 @@ class DeviceTide(Tide):
     def begin_step(self) -> None:
         self._inside = True
         self._backend.refresh_static()
-        self._static_bytes = self._backend.usage().live_bytes
+        self._static_bytes = self._held_bytes()
         recording = self._alert > 0
+        if self._moves:
+            self._runtime.watch_touches(self._under_pressure or self._backend.refusals > 0)
         self._runtime.begin_step(recording=recording)
         if recording:
-            self._recorder.start(static_bytes=self._backend.usage().live_bytes)
+            self._recorder.start(static_bytes=self._held_bytes())
         else:
             self._backend.observe(names=self._under_pressure, log=False)
         self._started = time.perf_counter()
         self._before = self._backend.usage()
         self._remake_before_s = self._remake_s()
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of all that is alive, wherever it is."""
+        usage = self._backend.usage()
+        return usage.live_bytes + usage.away_bytes
 
     def end_step(self) -> None:
         self.finish_step()
@@ -353,10 +386,14 @@ class DeviceTide(Tide):
 
     def _let_go(self, *, bring_back: bool) -> None:
         self._recorder.cancel()
+        self._slices.off()
         try:
             self._runtime.close(bring_back=bring_back)
         finally:
-            self._backend.close(bring_back=bring_back)
+            try:
+                self._backend.close(bring_back=bring_back)
+            finally:
+                self._runtime.stop_touches()
 
 
 def _in_trace(waits: Iterable[UseWait], planned: Planned) -> Iterator[Wait]:

@@ -244,10 +244,11 @@ def _check_capacity(budgets: Budgets, device: torch.device, *, is_bounded: bool)
 def _device_machine(device: torch.device, budgets: Budgets) -> Machine:
     from lowtide.execute.backends.accelerator.link import measure_device_link
 
-    # The measurement must not pass the budget itself.
+    # The measurement must not pass the budget itself, unless a model does that is about to leave.
     used_bytes = torch.accelerator.memory_allocated(device)
     free_bytes = int(torch.accelerator.get_memory_info(device)[0])
-    link = measure_device_link(device, room_bytes=min(budgets.fast_bytes - used_bytes, free_bytes) // 2)
+    room_bytes = budgets.fast_bytes - (used_bytes if used_bytes < budgets.fast_bytes else 0)
+    link = measure_device_link(device, room_bytes=min(room_bytes, free_bytes) // 2)
     if link is None:
         return replace(assumed_machine(), name=str(device))
     return replace(assumed_machine(), name=str(device), links={SPILL: link}, source="measured")

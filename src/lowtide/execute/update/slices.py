@@ -9,6 +9,7 @@ back once.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -31,61 +32,132 @@ _FUNCTIONS = (
 )
 
 
-class SlicedUpdates:
-    """Slices updates in the whole process while it is on; `slice_bytes`: what the tensors of one may take."""
+# Operators on lists that programs, and PyTorch for them, call with everything there is: to clear or clip gradients, to
+# unscale them, to average weights. What such an operator does to a tensor depends on none of the others.
+_OPERATORS = (
+    "_amp_foreach_non_finite_check_and_unscale_",
+    "_foreach_add_",
+    "_foreach_copy_",
+    "_foreach_lerp_",
+    "_foreach_mul_",
+    "_foreach_norm",
+    "_foreach_zero_",
+)
 
-    def __init__(self, *, slice_bytes: int) -> None:
-        self._slice_bytes = slice_bytes
-        self._originals: list[tuple[Any, str, Callable[..., None]]] = []
+_on: list[SlicedUpdates] = []  # where a training is on several devices there are several; the smallest slices count
+_originals: list[tuple[Any, str, Callable[..., Any]]] = []
+
+
+class SlicedUpdates:
+    """Slices updates in the whole process while it is on; `slice_bytes`: what the tensors of one may take.
+
+    Where all of them take no more than `whole_bytes`, nothing is sliced. `operators`: operators on lists are sliced
+    too, wherever they are called from Python. `made` is told of state that an update makes before its optimizer has it.
+    """
+
+    def __init__(
+        self,
+        *,
+        slice_bytes: int,
+        operators: bool = False,
+        whole_bytes: int = 0,
+        made: Callable[[list[torch.Tensor]], None] = lambda _tensors: None,
+    ) -> None:
+        self.slice_bytes = slice_bytes
+        self.whole_bytes = whole_bytes
+        self.made = made
+        self._operators = operators
 
     def on(self) -> None:
         """Start to slice."""
-        for module_name, name in _FUNCTIONS:
-            module = importlib.import_module(f"torch.optim.{module_name}")
-            original = getattr(module, name, None)
-            if original is not None:
-                self._originals.append((module, name, original))
-                setattr(module, name, self._sliced(original))
+        if not _on:
+            for module_name, name in _FUNCTIONS:
+                _replace(importlib.import_module(f"torch.optim.{module_name}"), name, _sliced_update)
+        if self._operators and not any(one._operators for one in _on):
+            for name in _OPERATORS:
+                _replace(torch, name, _sliced)
+        _on.append(self)
 
     def off(self) -> None:
         """Leave PyTorch as it was."""
-        for module, name, original in self._originals:
+        if self in _on:
+            _on.remove(self)
+        while not _on and _originals:
+            module, name, original = _originals.pop()
             setattr(module, name, original)
-        self._originals.clear()
 
-    def _sliced(self, original: Callable[..., None]) -> Callable[..., None]:
-        @wraps(original)
-        def update(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-            if not (kwargs.get("foreach") or kwargs.get("fused")):
-                original(params, *args, **kwargs)  # one parameter at a time already
-                return
-            lists = [value for value in (params, *args, *kwargs.values()) if _is_list_of(value, len(params))]
-            for begin, end in self._slices(lists, len(params)):
 
-                def part(value: Any, begin: int = begin, end: int = end) -> Any:
-                    return value[begin:end] if _is_list_of(value, len(params)) else value
+def _replace(module: Any, name: str, sliced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(module, name, None)
+    if original is not None:
+        _originals.append((module, name, original))
+        setattr(module, name, sliced(original))
 
-                parts = [part(value) for value in (params, *args)]
-                named = {name: part(value) for name, value in kwargs.items()}
-                original(*parts, **named)
-                # A function may put tensors into its lists: SGD's first momentum.
-                for value, changed in zip((params, *args, *kwargs.values()), (*parts, *named.values()), strict=True):
-                    if _is_list_of(value, len(params)):
-                        value[begin:end] = changed
 
-        return update
+def _sliced_update(original: Callable[..., None]) -> Callable[..., None]:
+    in_slices = _sliced(original)
 
-    def _slices(self, lists: Sequence[list[Any]], count: int) -> Iterator[tuple[int, int]]:
-        """Yield the bounds of slices, each with as many parameters as fit, and one at least."""
-        begin, held_bytes = 0, 0
-        for index in range(count):
-            nbytes = sum(one[index].nbytes for one in lists if isinstance(one[index], torch.Tensor))
-            if index > begin and held_bytes + nbytes > self._slice_bytes:
-                yield begin, index
-                begin, held_bytes = index, 0
-            held_bytes += nbytes
-        if begin < count:
-            yield begin, count
+    @wraps(original)
+    def update(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("foreach") or kwargs.get("fused") or _decides_alike(params, kwargs):
+            in_slices(params, *args, **kwargs)
+        else:
+            original(params, *args, **kwargs)  # one parameter at a time already
+
+    return update
+
+
+def _decides_alike(params: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a function that is left to choose its form chooses the same one for every slice as for the whole.
+
+    PyTorch takes the `foreach` form on devices, where all tensors are on one and are plain ones.
+    """
+    stated = kwargs.get("foreach") is not None or kwargs.get("fused") is not None
+    return not stated and len({(type(each), each.device) for each in params}) == 1 and params[0].device.type != "cpu"
+
+
+def _sliced(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def call(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        count = len(params)
+        lists = [value for value in (params, *args, *kwargs.values()) if _is_list_of(value, count)]
+        slices = list(_slices(lists, count))
+        if len(slices) < 2:
+            return original(params, *args, **kwargs)
+        results: list[Any] = []
+        for begin, end in slices:
+
+            def part(value: Any, begin: int = begin, end: int = end) -> Any:
+                return value[begin:end] if _is_list_of(value, count) else value
+
+            parts = [part(value) for value in (params, *args)]
+            named = {name: part(value) for name, value in kwargs.items()}
+            results += original(*parts, **named) or ()
+            # A function may put tensors into its lists: SGD's first momentum.
+            for value, changed in zip((params, *args, *kwargs.values()), (*parts, *named.values()), strict=True):
+                if _is_list_of(value, count):
+                    made = [new for old, new in zip(value[begin:end], changed, strict=True) if new is not old]
+                    value[begin:end] = changed
+                    for one in _on if made else ():
+                        one.made([tensor for tensor in made if isinstance(tensor, torch.Tensor)])
+        return results or None
+
+    return call
+
+
+def _slices(lists: Sequence[list[Any]], count: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of slices, each with as many parameters as fit, and one at least."""
+    sizes = [sum(one[index].nbytes for one in lists if isinstance(one[index], torch.Tensor)) for index in range(count)]
+    is_whole = sum(sizes) <= min((one.whole_bytes for one in _on), default=sys.maxsize)
+    slice_bytes = sys.maxsize if is_whole else min(one.slice_bytes for one in _on)
+    begin, held_bytes = 0, 0
+    for index, nbytes in enumerate(sizes):
+        if index > begin and held_bytes + nbytes > slice_bytes:
+            yield begin, index
+            begin, held_bytes = index, 0
+        held_bytes += nbytes
+    if begin < count:
+        yield begin, count
 
 
 def _is_list_of(value: object, count: int) -> bool:

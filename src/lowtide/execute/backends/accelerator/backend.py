@@ -75,13 +75,14 @@ class AcceleratorBackend(Remaking):
         return self._memory.is_limited
 
     def open(self, *, budget_bytes: int, on_pressure: Callable[[int], int]) -> None:
-        static_bytes = self._memory.allocated_bytes()
-        if static_bytes > budget_bytes:
-            raise static_too_large(budget_bytes=budget_bytes, static_bytes=static_bytes, device=str(self.device))
-        self._memory.limit(budget_bytes)
-        self._memory.forget_peaks()
         self._budget_bytes = budget_bytes
         self._on_pressure = on_pressure
+        if not self.make_room(0):
+            static_bytes = self._memory.allocated_bytes()
+            raise static_too_large(budget_bytes=budget_bytes, static_bytes=static_bytes, device=str(self.device))
+        torch.accelerator.synchronize(self.device)  # what has just left counts until the device has come that far
+        self._memory.limit(budget_bytes)
+        self._memory.forget_peaks()
         self._memory.ask(self._asked)
 
     def lift(self) -> None:
@@ -95,6 +96,7 @@ class AcceleratorBackend(Remaking):
 
     def refresh_static(self) -> None:
         self._warn()
+        self.bury_shells()
 
     def usage(self) -> Usage:
         peak_bytes, peak_reserved_bytes = self._memory.peaks()
@@ -106,11 +108,13 @@ class AcceleratorBackend(Remaking):
             stall_s=self._copies.stalls.total_s(),
             written_bytes=self._copies.out_bytes,
             read_bytes=self._copies.back_bytes,
+            away_bytes=self.away_bytes(),
         )
 
     def figures(self) -> dict[str, object]:
         return {
             "device": str(self.device),
+            "held_away_bytes": self.away_bytes(),
             "host_budget_bytes": self._host.pool.bound_bytes,
             "host_peak_bytes": self._host.pool.peak_bytes,
             "disk_written_bytes": self._host.store.written_bytes,
@@ -151,7 +155,7 @@ class AcceleratorBackend(Remaking):
                 self._land(self._lacking_bytes(need_bytes))
             # Another of autograd's threads may have taken what this one has given up: then there is hope as well.
             got_on = self._given_up > given_up or self._lacking_bytes(need_bytes) < lacking_bytes
-            if not got_on and not self._wait_for_host_memory():
+            if not got_on and not self._wait_for_host_memory() and not self.on_shortage():
                 return False
         return True
 
@@ -313,8 +317,11 @@ class AcceleratorBackend(Remaking):
         for number in list(self._records):
             self.keep(number)
         try:
-            if bring_back:
-                self._bring_back_all()
+            try:
+                self._give_back_all()
+            finally:
+                if bring_back:
+                    self._bring_back_all()
         finally:
             self._copies.synchronize()
             self._set_closed()

@@ -11,6 +11,7 @@ from lowtide.execute.backends.accelerator import order as order
 from lowtide.execute.backends.accelerator.host import HostCopy, HostTier
 from lowtide.execute.backends.accelerator.pace import StreamTimes
 from lowtide.execute.backends.accelerator.records import Record, flat
+from lowtide.execute.observe import touches
 
 
 class Copies:
@@ -32,9 +33,16 @@ class Copies:
         stream = torch.accelerator.current_stream(self.device)
         return self._compute.setdefault(stream.stream_id, stream)
 
+    def _note_streams(self) -> None:
+        """Order copies against every stream that used what the program holds, whether or not autograd saw it."""
+        for stream in touches.streams(self.device):
+            self._compute.setdefault(stream.stream_id, stream)
+
     def copy_out(self, record: Record, copy: HostCopy) -> None:
         """Start to fill a host copy from a record's storage."""
         assert record.storage is not None, f"record {record.number} is not on the device"
+        if not record.is_saved:
+            self._note_streams()
         order.copy_out_after_compute(self._out, self._compute.values())
         source = flat(record.storage)
         with order.on_stream(self._out):
@@ -84,6 +92,18 @@ class Copies:
                 record.waited.add(stream.stream_id)
         if record.home is not None and record.home != stream.stream_id:
             order.share_with_stream(tensor, stream)
+
+    def before_write(self, record: Record) -> None:
+        """Order what this thread computes next after the record's copy out: it may write what that reads."""
+        filled = record.copy.filled if record.copy is not None else None
+        if filled is not None and not filled.query():
+            stream = self.note_stream()
+            self.stalls.around(stream, lambda: order.write_after_copy_out(stream, filled))
+
+    def share(self, block: torch.Tensor) -> None:
+        """Tell the allocator that any stream that computes may use a block."""
+        for stream in self._compute.values():
+            order.share_with_stream(block, stream)
 
     def before_rerun(self, operands: Iterable[torch.Tensor]) -> torch.Stream:
         """Order an operator that this thread runs again after all that may have made its operands; return its stream.

@@ -11,6 +11,7 @@ between the two:
 - a copy back writes into a block after the kernels that used it in an earlier life (`copy_back_after_compute`), from
   host memory that a copy out has filled (`copy_back_after_copy_out`); kernels read it after the copy
   (`use_after_copy_back`), and a block that nobody read is freed after it as well (`free_after_copy`);
+- what the program holds is written after the copy out that reads it (`write_after_copy_out`);
 - an operator that runs again, on whichever stream asks for what it makes, does so after the kernels of all streams that
   may have made its operands (`rerun_after_compute`); kernels of other streams wait for what it made as they do for a
   copy back (`use_after_copy_back`);
@@ -34,6 +35,7 @@ RULES = (
     "copy_back_after_compute",
     "copy_back_after_copy_out",
     "use_after_copy_back",
+    "write_after_copy_out",
     "rerun_after_compute",
     "share_with_stream",
     "free_in_order_of_stream",
@@ -66,6 +68,11 @@ def copy_back_after_copy_out(back: torch.Stream, filled: torch.Event) -> None:
 def use_after_copy_back(compute: torch.Stream, arrived: torch.Event) -> None:
     """Let kernels wait for the copy back of what they read, or for the stream that made it again."""
     compute.wait_event(arrived)
+
+
+def write_after_copy_out(compute: torch.Stream, filled: torch.Event) -> None:
+    """Let kernels that may write a block wait for the copy out that reads it."""
+    compute.wait_event(filled)
 
 
 def rerun_after_compute(stream: torch.Stream, others: Iterable[torch.Stream]) -> None:

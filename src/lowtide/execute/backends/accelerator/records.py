@@ -39,6 +39,11 @@ class Record(SavedStorage):
     `checksum` is what was given up without a copy has to sum up to when it was made again (None: nobody asks).
     """
 
+    is_saved = True
+    """Whether autograd saved it: then a log knows it by its number."""
+    what = "saved for backward"
+    """Whose bytes they are, for messages."""
+
     def __init__(self, number: int, storage: torch.UntypedStorage, ends: deque[End]) -> None:
         super().__init__(number, storage)
         self.copy: HostCopy | None = None
@@ -47,6 +52,10 @@ class Record(SavedStorage):
         self.home: int | None = None
         self.checksum: torch.Tensor | None = None
         self._ends = ends
+
+    def take(self) -> bool:
+        """Have the block for ourselves; False if somebody uses it."""
+        return True
 
     def copies(self) -> tuple[torch.Event, ...]:
         """Return the copies that may still use the block and that its own stream has not waited for."""

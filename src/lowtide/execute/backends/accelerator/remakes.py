@@ -20,7 +20,7 @@ from lowtide.execute.backends.accelerator.host import HostTier
 from lowtide.execute.backends.accelerator.memory import DeviceMemory
 from lowtide.execute.backends.accelerator.pace import StreamTimes
 from lowtide.execute.backends.accelerator.records import flat, same_version
-from lowtide.execute.backends.accelerator.traffic import Traffic
+from lowtide.execute.backends.accelerator.shells import Shells
 from lowtide.execute.observe.operators import Operator, aside
 from lowtide.execute.recompute.remakes import Clock, came_out_otherwise
 from lowtide.residency.machine import Residence
@@ -52,7 +52,7 @@ class Serials:
         self._most = max(self._most, 2 * len(self._known))
 
 
-class Remaking(Traffic):
+class Remaking(Shells):
     """Adds to the records' ways out and back the one without a copy: see `Remakes`."""
 
     def __init__(self, memory: DeviceMemory, host: HostTier, guard: Guard, *, verify: bool) -> None:

@@ -205,6 +205,9 @@ class Traffic:
             copy = self._host.new(nbytes)
             if copy is None:
                 return False  # until some of it has gone on to the file tier
+            if not found.take():
+                self._host.release(copy)
+                return False
             self._copies.copy_out(found, copy)
             found.copy, found.state, found.wanted, found.handed_out = copy, Residence.LEAVING, False, False
             self._leaving[record] = found
@@ -249,7 +252,7 @@ class Traffic:
         self._by_storage.pop(record.cdata, None)
         with aside():
             self._copies.before_free(record.storage, record.copies())
-        if self._guard.log is not None:
+        if self._guard.log is not None and record.is_saved:
             self._guard.log.evicted(record.storage)
         before_bytes = self._before_move()
         record.storage, record.state, record.arrived = None, Residence.AWAY, None
@@ -312,9 +315,10 @@ class Traffic:
 
     def _came(self, record: Record, storage: torch.UntypedStorage, before_bytes: int) -> None:
         record.storage, record.cdata, record.state = storage, storage._cdata, Residence.CLEAN
-        self._by_storage[record.cdata] = record
-        if self._guard.log is not None:
-            self._guard.log.fetched(record.number, storage)
+        if record.is_saved:
+            self._by_storage[record.cdata] = record
+            if self._guard.log is not None:
+                self._guard.log.fetched(record.number, storage)
         self._moved(before_bytes)
         self._happened.append(Arrived(record.number))
 
@@ -338,7 +342,7 @@ class Traffic:
             raise self._read_error(found, copy.error)
 
     def _read_error(self, record: Record, cause: OSError) -> SpillError:
-        return unreadable(record.nbytes, cause, tier=self._host.store.medium.name)
+        return unreadable(record.nbytes, cause, tier=self._host.store.medium.name, what=record.what)
 
     def _warn(self) -> None:
         """Warn of the first write that failed. Only called where an exception, which a warning may be, does no harm."""

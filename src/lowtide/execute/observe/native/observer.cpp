@@ -26,6 +26,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "telling.h"
+
 // Exported by torch's Python library; the headers that declare them take a minute to compile.
 namespace torch::jit {
 pybind11::object toPyObject(c10::IValue value);
@@ -36,23 +38,6 @@ pybind11::handle getTorchApiFunction(const c10::OperatorHandle& op);
 
 namespace lowtide {
 namespace {
-
-// An operator may end because Python raises in one of autograd's hooks: that error is put aside meanwhile.
-class WithGil {
- public:
-  WithGil() : state_(PyGILState_Ensure()) {
-    PyErr_Fetch(&type_, &value_, &traceback_);
-  }
-  ~WithGil() {
-    PyErr_Restore(type_, value_, traceback_);
-    PyGILState_Release(state_);
-  }
-  WithGil(const WithGil&) = delete;
-
- private:
-  PyGILState_STATE state_;
-  PyObject *type_, *value_, *traceback_;
-};
 
 // Set once, before anything is observed, and never freed.
 PyObject* began = nullptr;
@@ -140,13 +125,6 @@ struct Operands {
   }
 };
 
-using Values = c10::ArrayRef<const c10::IValue>;
-
-// Whoever calls through the boxed interface, as TorchScript does, shows the whole stack: the last values are the call's.
-Values last(Values values, size_t count) {
-  return values.slice(values.size() - count);
-}
-
 Operands operands_of(Values inputs) {
   Operands found;
   for (const c10::IValue& value : inputs) {
@@ -181,19 +159,6 @@ PyObject* as_tuple(Values values) {
   for (size_t i = 0; tuple && i < values.size(); ++i)
     PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), as_python(values[i]));
   return tuple;
-}
-
-// Call Python and return a new reference; nullptr if it raised.
-PyObject* tell(PyObject* function, PyObject* first, PyObject* second) {
-  PyObject* result = second ? PyObject_CallFunctionObjArgs(function, first, second, nullptr) : nullptr;
-  if (result) return result;
-  bool interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
-  if (interrupted)
-    PyErr_Clear();
-  else
-    PyErr_WriteUnraisable(function);
-  if (interrupted) PyErr_SetInterrupt();
-  return nullptr;
 }
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
