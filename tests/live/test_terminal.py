@@ -59,7 +59,7 @@ def test_a_line_that_is_not_finished_goes_on_where_it_was(screen: Screen) -> Non
     screen.write("epoch 1: ")  # the cursor is in the very row that is about to be taken
     row = LastRow(screen.descriptor)
     row.show("step 1")
-    screen.write("loss 0.5\r\x1b[Kepoch 1: loss 0.4")
+    screen.write("loss 0.4")
     row.show("step 2")
     row.close()
     screen.write(", done")
