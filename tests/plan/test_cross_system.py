@@ -26,6 +26,7 @@ from lowtide.testing.traces import Step, chain_trace, machine_of, make_trace, pr
 
 NAMES = registry.policy_names()
 RECORDED = sorted((Path(__file__).parent.parent / "data").glob("*.trace"))
+QUICK = ("gpt",)  # the other recorded steps are the same question again
 
 # These plan for every budget that any plan can meet; the others say by their prediction what they need.
 PROMISE_THE_FLOOR = {"auto", "belady", "swap_all"}
@@ -54,7 +55,10 @@ for _name in NAMES:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK), id=path.stem) for path in RECORDED],
+)
 def test_plans_and_steps_of_recorded_traces_are_sound(name: str, path: Path) -> None:
     trace = _recorded(path)
     floor = trace.floor_bytes()

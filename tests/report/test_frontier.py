@@ -37,6 +37,7 @@ def test_the_frontier_reaches_from_the_floor_to_the_peak_and_more_memory_is_neve
     assert points[0].swapped_bytes > 0 < points[0].recomputed_bytes, "a mix of decisions"
 
 
+@pytest.mark.slow  # a second whole frontier
 def test_a_budget_whose_own_plan_is_slower_gets_that_of_a_smaller_one() -> None:
     class Odd:
         """Swaps everything, unless there is little memory."""
@@ -54,7 +55,7 @@ def test_a_budget_whose_own_plan_is_slower_gets_that_of_a_smaller_one() -> None:
     assert alone.step_s > points[-1].step_s
 
 
-@pytest.mark.parametrize("slowdown", [1.02, 1.1])
+@pytest.mark.parametrize("slowdown", [1.1, pytest.param(1.02, marks=pytest.mark.slow)])
 def test_the_smallest_budget_for_a_slowdown_is_within_it_and_less_is_not(slowdown: float) -> None:
     point = smallest(PROBLEM, AUTO, Wanted(slowdown=slowdown))
     assert point is not None
@@ -64,6 +65,7 @@ def test_the_smallest_budget_for_a_slowdown_is_within_it_and_less_is_not(slowdow
     assert below is None or below.slowdown > slowdown
 
 
+@pytest.mark.slow  # three searches over budgets; the one of the test above is the quick one
 def test_with_little_to_write_more_is_recomputed() -> None:
     link = Link(write_bytes_per_s=3e9, read_bytes_per_s=3e9)
     problem = replace(PROBLEM, machine=machine_of(link))
