@@ -19,10 +19,11 @@ from pathlib import Path
 import click
 import pytest
 
-from lowtide import capture_model
+from lowtide import zoo
+from lowtide.capture.fake import capture_fake
 from lowtide.cli import VERBS, group, main
 from lowtide.core.serialize import save
-from lowtide.core.trace import Trace
+from lowtide.core.trace import Reach, Trace
 from lowtide.estimate.presets import machine
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,8 @@ def executed_of(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def step() -> Trace:
-    return capture_model("resnet18", batch=16, fake=True)
+    """Return what `lowtide capture` records on a CPU: every touch."""
+    return capture_fake(lambda: zoo.build("resnet18", batch=16).training(), reach=Reach.TOUCHED)
 
 
 @pytest.fixture

@@ -33,7 +33,10 @@ def trained(medium: Medium, budget_bytes: int, policy: Policy) -> tuple[Training
         failed = training.steps_despite_the_disk(STEPS, tide.step)
         stats = tide.stats()
     assert away_bytes() == 0
-    assert int(str(stats["peak_reserved_bytes"])) <= budget_bytes
+    # Where a read fails that a fault waits for, nobody can be refused: its pages may pass the budget, and are counted.
+    beyond_bytes = int(str(stats["over_budget_bytes"]))
+    assert int(str(stats["peak_reserved_bytes"])) <= budget_bytes + beyond_bytes
+    assert failed or not beyond_bytes
     assert int(str(stats["recomputed_ops"])) > 0, "nothing ran again: this shows nothing"
     return training, failed, stats
 

@@ -70,7 +70,7 @@ def command(
       lowtide estimate --model resnet50 --batch 256 --machine v100
       lowtide estimate --model llama-7b --machine a100 --dtype bfloat16
       lowtide estimate --hf-config config.json --machine rtx3090 --budget 12GiB
-      lowtide estimate --checkpoint llama-folder --inference --machine here --budget 4GiB
+      lowtide estimate --checkpoint llama-folder --inference --budget 4GiB
       lowtide estimate step.trace --machine a100 --json
       lowtide estimate --model resnet50 --batch 64 --machine optane --fast 40%
     """

@@ -29,7 +29,7 @@ def planned(draw: st.DrawFn) -> tuple[Problem, Plan]:
     if draw(st.booleans()):
         both = {**problem.machine.links, "host": draw(links())}
         problem = replace(problem, machine=Machine(name="two", links=both), tiers=("spill", "host"))
-    if draw(st.booleans()):
+    if problem.trace.storages and draw(st.booleans()):
         problem = replace(problem, codecs=(IDENTITY, HALF))
         shares = st.dictionaries(st.integers(0, len(problem.trace.storages) - 1), st.floats(0.0, 1.2), max_size=4)
         sampled = (SampledRatio(storage=key, codec="half", ratio=ratio) for key, ratio in draw(shares).items())

@@ -890,9 +890,12 @@ bool Ranges::displace(int64_t need) {
 }
 
 void Ranges::fill_lost(Range* range) {
-  pages().trim_for(range->bytes);
-  char* room = pages().take_beyond_budget(range->bytes, range->start);
-  if (!room) std::abort();
+  char* room = pages().take(range->bytes, range->start);
+  if (!room) {
+    room = pages().take_beyond_budget(range->bytes, range->start);
+    if (!room) std::abort();
+    counted.beyond += range->bytes;
+  }
   std::memset(room, 0xFF, range->bytes);
   count_live(range->bytes);
   note_trouble({range->lost, false, range->bytes, range->slot.tier});
