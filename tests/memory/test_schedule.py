@@ -230,6 +230,8 @@ VICTIMS = {
     Order.LARGEST: [2, 0, 1, 3],
     Order.LARGEST_AREA: [2, 1, 3, 0],
     Order.FIRST_THAT_SUFFICES: [2, 0, 1, 3],
+    Order.CHEAPEST: [2, 0, 1, 3],  # where nothing is made again all cost the same for their bytes
+    Order.CHEAPEST_STALE: [2, 0, 1, 3],
 }
 
 

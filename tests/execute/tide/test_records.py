@@ -32,12 +32,13 @@ def test_each_step_is_told_once_with_its_own_figures(
     mlp_need: Need, tmp_path: Path, moves: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if moves == "saves":
-        monkeypatch.setattr("lowtide.execute.tide.fit._moves_pages", lambda _policy: False)
+        monkeypatch.setattr("lowtide.memory.ranges.unavailable", lambda: "not here")
     seen, stats = records_of(mlp_need, tmp_path)
     assert [record.step for record in seen] == [1, 2, 3, 4, 5, 6]
     for record in seen:
         assert record.budget_bytes == budget_of(mlp_need)
-        assert 0 < record.peak_bytes <= record.budget_bytes
+        assert record.peak_bytes > 0
+        assert record.peak_bytes <= record.budget_bytes or moves == "saves", "an advisory budget is passed"
         assert 0 <= record.stall_s <= record.step_s
     # What lands between two steps is in the total alone.
     assert 0 < sum(record.moved_out_bytes for record in seen) <= stats["swapped_out_bytes"]
@@ -51,7 +52,7 @@ def test_a_planned_step_is_compared_with_the_trace_it_was_planned_from(
     mlp_need: Need, tmp_path: Path, moves: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if moves == "saves":
-        monkeypatch.setattr("lowtide.execute.tide.fit._moves_pages", lambda _policy: False)
+        monkeypatch.setattr("lowtide.memory.ranges.unavailable", lambda: "not here")
     training, seen = Training(), []
     with lowtide.fit(training.model, training.optimizer, budget=budget_of(mlp_need), spill=str(tmp_path)) as tide:
         tide.on_step(seen.append)

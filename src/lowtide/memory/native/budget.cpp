@@ -106,6 +106,8 @@ void* try_block(int64_t n, bool large, Where where = Where::kPlanned) {
 // What a signal's handler raised (Ctrl-C, as a rule) while an allocation waited. It cannot pass through C++, and ctypes
 // would swallow it inside the callback: it is kept for whoever turns the refusal into an error. Guarded by the GIL.
 PyObject* interruption = nullptr;
+// It came while a recipe was tried, whose failure nobody is told of: the next allocation is refused for it.
+std::atomic<bool> interrupted_trial{false};
 
 bool interrupted() {
   if (!Py_IsInitialized()) return false;
@@ -119,6 +121,7 @@ bool interrupted() {
     Py_XDECREF(trace);
     Py_XDECREF(interruption);
     interruption = value;
+    interrupted_trial = only_trying;
   }
   PyGILState_Release(gil);
   return raised;
@@ -280,6 +283,11 @@ void note_sounded() {
 void* take_block(int64_t nbytes) {
   bool large = nbytes >= kLarge;
   int64_t n = large ? round_to_page(nbytes) : nbytes;
+  if (C10_UNLIKELY(interrupted_trial.load(std::memory_order_relaxed)) && !only_trying && !may_pass_budget &&
+      interrupted_trial.exchange(false)) {
+    note_refusal(n);
+    return nullptr;
+  }
   void* block = try_block(n, large);
   bool may_leave = !forked && ranges().running();
   if (!block && may_leave) block = block_after_ranges_left(n, large);

@@ -170,11 +170,14 @@ class Pages {
   }
 
   // Have huge pages in memory of another allocator, where they fit. False: it has small ones, or some.
-  static bool collapse(char* start, int64_t n) {
+  bool collapse(char* start, int64_t n) {
     Layout layout = layout_of(start, n);
     if (layout.whole == 0) return true;  // there is no room for one
     char* from = start + layout.head;
-    return madvise(from, layout.whole, MADV_HUGEPAGE) == 0 && madvise(from, layout.whole, MADV_COLLAPSE) == 0;
+    if (madvise(from, layout.whole, MADV_HUGEPAGE) != 0) return false;
+    seams_.insert(from);  // the kernel has a mapping of its own there now
+    seams_.insert(from + layout.whole);
+    return madvise(from, layout.whole, MADV_COLLAPSE) == 0;
   }
 
   // Whether huge pages of a block at `from` stay whole when they move to `to`.

@@ -116,7 +116,7 @@ Range* Ranges::adopt(char* data, int64_t bytes) {
   range->data = data;
   by_data_.emplace(data, range);
   range->foreign = true;
-  range->huge = Pages::collapse(range->start, length);
+  range->huge = pages().collapse(range->start, length);
   range->block = bytes;
   counters.reserved += length;
   raise_to(counters.peak_reserved, counters.reserved.load());
