@@ -65,8 +65,10 @@ class DeviceTide(Tide):
         self._moves = not moves_nothing
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
         self._slices = SlicedUpdates(
-            slice_bytes=self._budget_bytes // 8, whole_bytes=self._budget_bytes // 2, operators=True, made=self._made
+            slice_bytes=self._budget_bytes // 8, whole_bytes=self._budget_bytes // 2, operators=True
         )
+        if self._backend.shells is not None:  # else the tide would hold itself for nothing, and the model with it
+            self._slices.made = self._made
         try:
             if recompute is None:
                 recompute = self._policy.about.recomputes

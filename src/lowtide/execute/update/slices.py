@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -53,8 +52,7 @@ class SlicedUpdates:
     """Slices updates in the whole process while it is on; `slice_bytes`: what the tensors of one may take.
 
     Where all of them take no more than `whole_bytes`, nothing is sliced. `operators`: operators on lists are sliced
-    too, wherever they are called from Python. `made`, a method that is held weakly, is told of state that an update
-    makes before its optimizer has it.
+    too, wherever they are called from Python. `made` is told of state that an update makes before its optimizer has it.
     """
 
     def __init__(
@@ -63,17 +61,12 @@ class SlicedUpdates:
         slice_bytes: int,
         operators: bool = False,
         whole_bytes: int = 0,
-        made: Callable[[list[torch.Tensor]], None] | None = None,
+        made: Callable[[list[torch.Tensor]], None] = lambda _tensors: None,
     ) -> None:
         self.slice_bytes = slice_bytes
         self.whole_bytes = whole_bytes
-        self._made = None if made is None else weakref.WeakMethod(made)
+        self.made = made
         self._operators = operators
-
-    def made(self, tensors: list[torch.Tensor]) -> None:
-        """Tell of new state."""
-        if self._made is not None and (tell := self._made()) is not None:
-            tell(tensors)
 
     def on(self) -> None:
         """Start to slice."""
