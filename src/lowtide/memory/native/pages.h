@@ -177,7 +177,11 @@ class Pages {
     if (madvise(from, layout.whole, MADV_HUGEPAGE) != 0) return false;
     seams_.insert(from);  // the kernel has a mapping of its own there now
     seams_.insert(from + layout.whole);
-    return madvise(from, layout.whole, MADV_COLLAPSE) == 0;
+    if (madvise(from, layout.whole, MADV_COLLAPSE) != 0) return false;
+    // No mapping begins inside a huge page: seams of whatever was there before would cut it in two.
+    for (auto seam = seams_.upper_bound(from); seam != seams_.end() && *seam < from + layout.whole;)
+      seam = aligned_alike(*seam, from) ? std::next(seam) : seams_.erase(seam);
+    return true;
   }
 
   // Whether huge pages of a block at `from` stay whole when they move to `to`.
