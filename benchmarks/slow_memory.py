@@ -50,6 +50,8 @@ ABLATIONS = {
     "no contiguous migration": {"contiguous": False},
     "neither": {"aggregates": False, "contiguous": False},
     "fixed weights": {"adapts_weights": False},
+    "no earned heat": {"earns_heat": False},
+    "fixed weights, no earned heat": {"adapts_weights": False, "earns_heat": False},
     "no agent": {"learned": False},
     "no agent, fixed weights": {"learned": False, "adapts_weights": False},
 }

@@ -18,12 +18,13 @@ from lowtide.core.trace import Phase as Training
 from lowtide.errors import BadArgument
 from lowtide.estimate import machine
 from lowtide.plan.costs.options import Options
+from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.autotm import AutoTm, AutoTmStatic
 from lowtide.plan.policies.deeptm import DeepTm, placed_by_programme
 from lowtide.plan.policies.sentinel import Sentinel
 from lowtide.plan.rl.agent import Network, Still, environment
 from lowtide.plan.rl.game import ACTIONS, OBSERVED, ROUNDS, Game
-from lowtide.plan.rl.strategy import CHARACTERISTICS, Knobs, Strategy
+from lowtide.plan.rl.strategy import CHARACTERISTICS, Blame, Knobs, Strategy
 from lowtide.plan.verify import replay
 from lowtide.plan.views.slow_memory import SlowMemory
 from lowtide.simulate import simulate
@@ -126,6 +127,44 @@ def test_weights_follow_what_was_dear_in_slow_memory() -> None:
     assert adapted.weights != knobs.weights
     assert sum(adapted.weights) == pytest.approx(1.0)
     assert strategy.adapted(knobs, []) == knobs
+
+
+def two_wanted_trace() -> Trace:
+    """Two storages of which fast memory holds one: `cold` is large in every characteristic but what it costs."""
+    steps = [
+        Step(name="make", phase=Training.FORWARD, duration_s=1e-3, writes=(0, 1)),
+        *(Step(name=f"cold{k}", phase=Training.FORWARD, duration_s=2e-3, reads=(0,)) for k in range(6)),
+        *(Step(name=f"hot{k}", phase=Training.BACKWARD, duration_s=1e-3, reads=(1,)) for k in range(2)),
+    ]
+    blocks = [Storage(nbytes=8 * MIB, kind=Kind.ACTIVATION, first_op=0, last_op=8) for _ in range(2)]
+    return make_trace(steps, blocks, (), reach=Reach.TOUCHED)
+
+
+def test_a_storage_that_cost_a_step_its_time_earns_heat_and_comes_before_others() -> None:
+    problem = problem_of(0.6, trace=two_wanted_trace())
+    strategy, facts = Strategy(SlowMemory(problem)), Sweep(problem)
+    knobs = Knobs(weights=(0.0, 1.0, 0.0, 0.0))  # both are of one size: the first comes first, whatever it costs
+    first = strategy.places(knobs)
+    dear = {place.storage for place in first}
+    assert len(dear) == 1
+    for blame in Blame:
+        earned = strategy.earned({}, first, facts.run((), (), first), blame)
+        assert earned.keys() == dear
+        assert strategy.blocks(knobs.weights, earned)[0].storages[0] in dear
+        assert {place.storage for place in strategy.places(knobs, earned)}.isdisjoint(dear)
+
+
+def test_lessons_find_a_faster_step_and_end_where_nothing_costs_anything() -> None:
+    problem = problem_of(0.25)
+    strategy, facts = Strategy(SlowMemory(problem)), Sweep(problem)
+    taught = [outcome.prediction.step_s for _, outcome in strategy.lessons(facts, Knobs(), count=6)]
+    assert taught[0] == facts.run((), (), strategy.places(Knobs())).prediction.step_s
+    assert min(taught) < taught[0]
+    ample = problem_of(1.0)
+    assert len(list(Strategy(SlowMemory(ample)).lessons(Sweep(ample), Knobs(), count=6))) == 1
+    still = {"learned": False, "adapts_weights": False}
+    without, learnt = (step_s(DeepTm(**still, earns_heat=earns).plan(problem)) for earns in (False, True))
+    assert learnt < without
 
 
 def test_a_game_rewards_what_is_faster_than_everything_before() -> None:

@@ -19,9 +19,10 @@ storage is smaller than that, which a trace does not say.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from lowtide.core.plan import Place, Problem
-from lowtide.core.trace import Op
+from lowtide.core.trace import Life, Op
 
 # They return room, or a part of a table whose other rows they never touch.
 _ALLOCATE = frozenset({"aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
@@ -41,6 +42,14 @@ class OperatorTimes:
         self._measured = {(one.op, one.tier, one.storages): one.duration_s for one in problem.measured}
         self._known: dict[tuple[int, tuple[tuple[int, tuple[str, int]], ...]], float] = {}
 
+    @cached_property
+    def _lives(self) -> Mapping[int, Life]:
+        return self._trace.lives()
+
+    @cached_property
+    def _heirs(self) -> Mapping[int, int]:
+        return self._trace.heirs()
+
     def of(self, index: int, slow: Operands) -> float:
         """Return the time of an operator with these operands in slow memory; others that are named do not matter."""
         op = self._trace.ops[index]
@@ -55,7 +64,7 @@ class OperatorTimes:
     def all(self, places: Iterable[Place]) -> list[float]:
         """Return the time of every operator under a plan's places."""
         slow: dict[int, dict[int, tuple[str, int]]] = {}
-        lives, heirs, count = self._trace.lives(), self._trace.heirs(), len(self._trace.ops)
+        lives, heirs, count = self._lives, self._heirs, len(self._trace.ops)
         for place in places:
             nbytes = self._sizes[place.storage] if place.nbytes is None else place.nbytes
             life = lives[place.storage]

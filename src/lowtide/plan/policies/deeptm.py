@@ -5,9 +5,9 @@ and what was chosen for each are in plan/rl/strategy.py, observations, actions a
 agents in plan/rl/agent.py.
 
 The agent turns the knobs of the strategy for `ROUNDS` rounds, sees what each step would have taken, and the best plan
-wins. `programme`: the integer programme over blocks decides instead (HiGHS): which blocks live in slow memory for life,
-by the quantified performance model, minimise sum of x_b cost_b subject to fast bytes at every operator within the
-budget.
+wins; then storages earn heat by what they cost, for a few steps more. `programme`: the integer programme over blocks
+decides instead (HiGHS): which blocks live in slow memory for life, by the quantified performance model, minimise sum of
+x_b cost_b subject to fast bytes at every operator within the budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide.plan.compose import compose, nothing_to_place
 from lowtide.plan.policy import About, Family, Runs
 from lowtide.plan.programme import Programme, Solution
 from lowtide.plan.rl.agent import Agent, Network, Saved, Still
-from lowtide.plan.rl.game import ROUNDS, Game
+from lowtide.plan.rl.game import Game
 from lowtide.plan.rl.strategy import Knobs, Strategy
 from lowtide.plan.views.slow_memory import SlowMemory
 
@@ -36,7 +36,8 @@ class DeepTm:
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="DeepTM (Zhou et al., IEEE TPDS 2024)",
         reconstructed="everything but the abstract: the four characteristics (access, size, lifetime, reuse distance), "
-        "how weights adapt, blocks below 2 MiB of equal life and heat, knobs, observations, actions, rewards and PPO",
+        "how weights adapt, earned heat, blocks below 2 MiB of equal life and heat, knobs, observations, actions, "
+        "rewards and PPO",
     )
 
     def __init__(
@@ -46,6 +47,7 @@ class DeepTm:
         aggregates: bool = True,
         contiguous: bool = True,
         adapts_weights: bool = True,
+        earns_heat: bool = True,
         learned: bool = True,
         programme: bool = False,
     ) -> None:
@@ -53,6 +55,7 @@ class DeepTm:
         self.aggregates = aggregates
         self.contiguous = contiguous
         self.adapts_weights = adapts_weights
+        self.earns_heat = earns_heat
         self.learned = learned
         self.programme = programme
 
@@ -75,10 +78,11 @@ class DeepTm:
         ):  # an agent knows what it was trained on: weights that adapt know this step
             game.begin_again()
             _play(game, Still())
-        note = "a reconstruction from the abstract; " + (
-            f"the best of {ROUNDS + 1} rounds of the agent" if self.learned else "no agent: knobs as they are made"
-        )
-        return compose(self.name, problem, places=game.best_places, notes=(note,), trials=ROUNDS + 1)
+        if self.earns_heat:
+            game.learn()
+        who = "an agent" if self.learned else "no agent"
+        note = f"a reconstruction from the abstract; the best of {game.judged} steps, with {who}"
+        return compose(self.name, problem, places=game.best_places, notes=(note,), trials=game.judged)
 
     def _by_programme(self, problem: Problem) -> Plan:
         memory = SlowMemory(problem)

@@ -8,10 +8,16 @@ Observation, `OBSERVED` numbers, all of the order of one:
     3 slow writes / the same           8 best slowdown so far                    15 share of bytes in small storages
     4 migration / the same             9 rounds played / rounds
 
+A game begins with the best of `OPENINGS`: knobs as they are made and those by access alone, which use in place what
+hardly pays for a migration, and two by which whatever does not fit migrates, early.
+
 Action, `ACTIONS` numbers from -1 to 1: how to turn the four weights, the horizon, the lead and the gain of the round
 before (`Knobs.turned`), whose weights have followed what its step has shown.
 
 Reward: how much the slowdown falls below the best so far; if it does not, a tenth of how much it is above, as a loss.
+
+After the last round `learn` plays the best one again, with the heat that storages have earned by then: of that the
+agent sees nothing.
 
 The judge is the planner's clock, with which verifier and simulator agree (tests/plan/costs/test_places.py).
 """
@@ -22,13 +28,21 @@ from collections.abc import Sequence
 from math import log2
 
 from lowtide.core.plan import Place, Prediction, Problem
-from lowtide.plan.costs.sweep import Sweep
+from lowtide.plan.costs.sweep import Outcome, Sweep
 from lowtide.plan.rl.strategy import BLOCK_BYTES, Knobs, Strategy
 from lowtide.plan.views.slow_memory import SlowMemory
 
 OBSERVED = 16
 ACTIONS = 7
 ROUNDS = 8
+# Steps that earned heat gets, for each way of blaming.
+LESSONS = 6
+OPENINGS = (
+    Knobs(),
+    Knobs(weights=(1.0, 0.0, 0.0, 0.0)),
+    Knobs(weights=(0.0, 0.0, 1.0, 0.0), horizon=4.0, lead=8.0, gain=0.0),
+    Knobs(weights=(0.0, 1.0, 0.0, 0.0), horizon=4.0, lead=2.0, gain=0.0),
+)
 # A plan that passes the budget counts as so much slower.
 PENALTY = 2.0
 
@@ -45,19 +59,24 @@ class Game:
         self.adapts = adapts
         self._facts = Sweep(problem)
         self._duration_s = max(problem.trace.duration_s, 1e-12)
+        self.knobs: Knobs
+        self.seen: Prediction
         self.reset()
 
     def reset(self) -> list[float]:
-        """Begin with the knobs as they are made; return the first observation."""
+        """Begin with the best opening; return the first observation."""
         self.best_places: list[Place] = []
         self.best = float("inf")
+        self.judged = 0
         self.begin_again()
         return self.observation()
 
     def begin_again(self) -> None:
-        """Begin another series of rounds with the knobs as they are made; the best plan so far stays."""
+        """Begin another series of rounds with the best opening; the best plan so far stays."""
         self.round = 0
-        self._judge(Knobs())
+        _, _, self.knobs, self.seen = min(
+            (self._judge(knobs), number, self.knobs, self.seen) for number, knobs in enumerate(OPENINGS)
+        )
 
     def step(self, action: Sequence[float]) -> tuple[list[float], float, bool]:
         """Play a round; return the observation, the reward and whether it was the last."""
@@ -66,6 +85,11 @@ class Game:
         now = self._judge(self.knobs.turned(action))
         reward = before - now if now < before else -0.1 * (now - before)
         return self.observation(), max(-1.0, reward), self.round >= ROUNDS
+
+    def learn(self) -> None:
+        """Let storages earn heat, beginning with the knobs of the best plan, step by step; the best plan is kept."""
+        for places, outcome in self.strategy.lessons(self._facts, self.best_knobs, count=LESSONS):
+            self._keep(places, outcome, self.best_knobs)
 
     def observation(self) -> list[float]:
         """Return what an agent sees."""
@@ -100,12 +124,19 @@ class Game:
     def _judge(self, knobs: Knobs) -> float:
         """Place with these knobs, keep the plan if it is the best, and return its slowdown."""
         places = self.strategy.places(knobs)
-        self.seen: Prediction = self._facts.run((), (), places).prediction
-        slowdown = self.seen.step_s / self._duration_s
-        if self.seen.peak_bytes > self.problem.budget_bytes:
-            slowdown += PENALTY
-        if slowdown < self.best:
-            self.best, self.best_places = slowdown, places
-            self.best_fits = self.seen.peak_bytes <= self.problem.budget_bytes
+        outcome = self._facts.run((), (), places)
+        self.seen = outcome.prediction
+        self._keep(places, outcome, knobs)
         self.knobs = self.strategy.adapted(knobs, places) if self.adapts else knobs
-        return slowdown
+        return self._slowdown(outcome)
+
+    def _keep(self, places: list[Place], outcome: Outcome, knobs: Knobs) -> None:
+        self.judged += 1
+        slowdown = self._slowdown(outcome)
+        if slowdown < self.best:
+            self.best, self.best_places, self.best_knobs = slowdown, places, knobs
+            self.best_fits = outcome.prediction.peak_bytes <= self.problem.budget_bytes
+
+    def _slowdown(self, outcome: Outcome) -> float:
+        over = outcome.prediction.peak_bytes > self.problem.budget_bytes
+        return outcome.prediction.step_s / self._duration_s + (PENALTY if over else 0.0)

@@ -10,26 +10,32 @@ A reconstruction: of DeepTM (Zhou et al., IEEE TPDS 2024) only the abstract is k
 - *performance model*: what an operator takes with operands in slow memory (plan/costs/operator_times.py) against what a
   migration takes; a storage leaves a gap if that is `horizon` times as long as its two transfers, is asked back `lead`
   times its transfer before its touch, and does neither if slow memory costs less than `gain` times the transfer;
-- fast memory is filled by heat, touch by touch: where a block does not fit it is touched in slow memory.
+- fast memory is filled by heat, touch by touch: where a block does not fit it is touched in slow memory;
+- *earned heat*: what a storage has cost a step, in slow memory or by being late, makes it hotter in the next ("squeaky
+  wheel" optimisation, Joslin and Clements, JAIR 10, 1999), so that those come first which the four characteristics
+  have misjudged.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import accumulate
 from math import exp
 
 from lowtide.core.plan import Place
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import Outcome, Sweep
 from lowtide.plan.views.slow_memory import Course, SlowMemory
 
 CHARACTERISTICS = ("access", "size", "lifetime", "reuse")
 BLOCK_BYTES = 2 << 20
 HEAT_QUARTERS = 4
-# How fast weights follow what a step has shown.
+# How fast weights follow what a step has shown, and how much heat the dearest storage of a step earns.
 RATE = 0.5
+EARNED = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,13 @@ class Knobs:
         )
 
 
+class Blame(Enum):
+    """What earned heat is in proportion to: seconds, or seconds for each byte and operator of fast memory taken."""
+
+    SECONDS = "seconds"
+    DENSITY = "density"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Storages that are placed and moved together; the first stands for all of them."""
@@ -78,9 +91,10 @@ class Strategy:
         own = self.characteristics[storage]
         return sum(weight * value for weight, value in zip(weights, own, strict=True)) / max(sum(weights), 1e-12)
 
-    def blocks(self, weights: Sequence[float]) -> list[Block]:
-        """Return the blocks, the hottest first."""
-        memory, heats = self.memory, {storage: self.heat(storage, weights) for storage in self.memory.lives}
+    def blocks(self, weights: Sequence[float], earned: Mapping[int, float] | None = None) -> list[Block]:
+        """Return the blocks, the hottest first; `earned` is heat beside that of the characteristics."""
+        memory, more = self.memory, earned or {}
+        heats = {storage: self.heat(storage, weights) + more.get(storage, 0.0) for storage in memory.lives}
         alike: dict[object, list[int]] = {}
         for storage, life in memory.lives.items():
             small = self.aggregates and memory.nbytes(storage) < BLOCK_BYTES
@@ -90,12 +104,12 @@ class Strategy:
         blocks = [Block(storages=tuple(members), nbytes=sum(map(memory.nbytes, members))) for members in alike.values()]
         return sorted(blocks, key=lambda block: (-max(heats[s] for s in block.storages), block.storages))
 
-    def places(self, knobs: Knobs) -> list[Place]:
+    def places(self, knobs: Knobs, earned: Mapping[int, float] | None = None) -> list[Place]:
         """Return the decisions for a step."""
         memory = self.memory
         curve = Curve(memory.base_bytes())
         found: list[Place] = []
-        for number, block in enumerate(self.blocks(knobs.weights)):
+        for number, block in enumerate(self.blocks(knobs.weights, earned)):
             course, ahead = self._course(block, curve, knobs)
             if course is None:
                 continue
@@ -109,13 +123,7 @@ class Strategy:
 
     def adapted(self, knobs: Knobs, places: Sequence[Place]) -> Knobs:
         """Return the knobs with weights that follow a step: characteristics of what was slow and dear gain weight."""
-        memory = self.memory
-        costs: dict[int, float] = {}
-        for place in places:
-            touched = [op for op in memory.lives[place.storage].touches if place.from_op <= op < place.until_op]
-            costs[place.storage] = costs.get(place.storage, 0.0) + sum(
-                memory.extra_s(place.storage, op) for op in touched
-            )
+        costs = self._costs_s(places)
         total = sum(costs.values())
         if total <= 0 or not self.characteristics:
             return knobs
@@ -127,6 +135,50 @@ class Strategy:
         scale = sum(weights)
         access, size, lifetime, reuse = (weight / scale for weight in weights)
         return replace(knobs, weights=(access, size, lifetime, reuse))
+
+    def lessons(self, facts: Sweep, knobs: Knobs, *, count: int) -> Iterator[tuple[list[Place], Outcome]]:
+        """Yield the decisions for so many steps in which storages earn heat, for each way of blaming, and their steps.
+
+        The first of each series has no earned heat; a series ends early where no storage costs anything.
+        """
+        for blame in Blame:
+            earned: dict[int, float] = {}
+            for _ in range(count):
+                places = self.places(knobs, earned)
+                outcome = facts.run((), (), places)
+                yield places, outcome
+                earned = self.earned(earned, places, outcome, blame)
+                if not any(earned.values()):
+                    return
+
+    def earned(
+        self, before: Mapping[int, float], places: Sequence[Place], seen: Outcome, blame: Blame
+    ) -> dict[int, float]:
+        """Return the heat that storages have earned once a step has shown what each of them costs."""
+        costs = self._costs_s(places)
+        for position, late_s in seen.late:
+            storage = places[position].storage
+            costs[storage] = costs.get(storage, 0.0) + late_s
+        if blame is Blame.DENSITY:
+            costs = {
+                storage: cost_s / (self.memory.nbytes(storage) * max(1, self.memory.lifetime(storage)))
+                for storage, cost_s in costs.items()
+            }
+        most = max(costs.values(), default=0.0)
+        found = dict(before)
+        for storage, cost in costs.items() if most > 0 else ():
+            found[storage] = found.get(storage, 0.0) + EARNED * cost / most
+        return found
+
+    def _costs_s(self, places: Sequence[Place]) -> dict[int, float]:
+        """Return what each storage makes operators take longer that touch it in place, each operand taken alone."""
+        memory, costs = self.memory, dict[int, float]()
+        for place in places:
+            touched = [op for op in memory.lives[place.storage].touches if place.from_op <= op < place.until_op]
+            costs[place.storage] = costs.get(place.storage, 0.0) + sum(
+                memory.extra_s(place.storage, op) for op in touched
+            )
+        return costs
 
     def _course(self, block: Block, curve: Curve, knobs: Knobs) -> tuple[Course | None, Mapping[int, int]]:
         """Return where a block is (None: in fast memory all its life), and where it is asked back for each touch."""
