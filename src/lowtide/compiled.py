@@ -24,7 +24,8 @@ class Library:
     """A shared library of this package: `name` is its file's, `title` what messages call it.
 
     `build_s` is what building it takes, roughly, on one core of a small machine. `links`: libraries of torch's beside
-    those that all are linked with.
+    those that all are linked with. `core`: one that uses no torch, which this one is linked with and loaded with; both
+    have one title, and `build_s` of both together.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Library:
     sources: tuple[str, ...]
     headers: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    core: Library | None = None
     flags: tuple[str, ...] = ("-O2",)
 
 
@@ -92,20 +94,25 @@ class Torch:
         )
 
 
-def library_path(library: Library, torch: Torch | None = None) -> Path:
+# A core is one for all versions of torch, but not for both ways in which C++ lays out its strings: it shares them.
+
+
+def library_path(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = True) -> Path:
     """Return where a library for this Python, torch and source belongs."""
     digest = hashlib.sha256()
     for path in (*(library.directory / name for name in (*library.sources, *library.headers)), Path(__file__)):
         digest.update(path.read_bytes())
-    digest.update(
-        f"{torch.version if torch else None} {sys.implementation.cache_tag} {sysconfig.get_platform()}".encode()
-    )
+    made_for = f"torch {torch.version} {torch.cxx11_abi}" if torch else f"no torch {cxx11_abi}"
+    digest.update(f"{made_for} {sys.implementation.cache_tag} {sysconfig.get_platform()}".encode())
+    if library.core and torch:
+        digest.update(str(library_path(library.core, cxx11_abi=torch.cxx11_abi)).encode())
     return cache_dir() / "native" / digest.hexdigest()[:16] / library.name
 
 
-def build(library: Library, torch: Torch | None = None) -> Path:
+def build(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = True) -> Path:
     """Return the built library, building it first where it is not in the cache yet."""
-    target = library_path(library, torch)
+    core = build(library.core, cxx11_abi=torch.cxx11_abi) if library.core and torch else None
+    target = library_path(library, torch, cxx11_abi=cxx11_abi)
     _secure(target.parent.parent, library)
     _secure(target.parent, library)
     if _is_ours_alone(target):
@@ -121,7 +128,7 @@ def build(library: Library, torch: Torch | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             _announce(library)
-            _compile(library, cxx, made, torch)
+            _compile(library, cxx, made, torch, core=core, cxx11_abi=torch.cxx11_abi if torch else cxx11_abi)
             made.chmod(0o755)
             made.replace(target)  # whole or not at all, whoever else builds it now
     except OSError as error:
@@ -167,10 +174,10 @@ def _no_compiler() -> str:
 
 
 def _announce(library: Library) -> None:
-    """Say why nothing happens for a while, once for each library."""
-    if _quiet or library.name in _announced:
+    """Say why nothing happens for a while, once for each library and its core."""
+    if _quiet or library.title in _announced:
         return
-    _announced.add(library.name)
+    _announced.add(library.title)
     sys.stderr.write(f"lowtide: building {library.title}, once (about {library.build_s} s)\n")
     sys.stderr.flush()
 
@@ -190,12 +197,16 @@ def _as_one_unit(library: Library, scratch: Path) -> Path:
 _TORCH_INCLUDES = tuple(f"#include <{part}/" for part in ("ATen", "c10", "torch"))
 
 
-def _torch_flags(torch: Torch) -> list[str]:
-    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}", f"-isystem{torch.directory / 'include'}"]
+# The interface that every CPython from 3.11 on has; where there is no GIL there is none.
+_STABLE_PYTHON = () if sysconfig.get_config_var("Py_GIL_DISABLED") else ("-DPy_LIMITED_API=0x030b0000",)
 
 
-def _compile(library: Library, cxx: str, made: Path, torch: Torch | None) -> None:
+def _compile(
+    library: Library, cxx: str, made: Path, torch: Torch | None, *, core: Path | None, cxx11_abi: bool
+) -> None:
     linked = [] if torch is None else [f"-L{torch.directory / 'lib'}", "-lc10", "-ltorch_cpu"]
+    if core is not None:
+        linked += [str(core), f"-Wl,-rpath,{core.parent}"]
     command = [
         cxx,
         "-std=c++20",
@@ -204,7 +215,11 @@ def _compile(library: Library, cxx: str, made: Path, torch: Torch | None) -> Non
         "-fPIC",
         "-shared",
         "-pthread",
-        *([] if torch is None else _torch_flags(torch)),
+        f"-Wl,-soname,{library.name}",
+        "-Wl,-z,now",  # a fault's handler calls functions that were never called before
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}",
+        *_STABLE_PYTHON,
+        *([] if torch is None else [f"-isystem{torch.directory / 'include'}"]),
         f"-isystem{sysconfig.get_paths()['include']}",
         f"-I{library.directory}",
         str(_as_one_unit(library, made.parent)),

@@ -13,11 +13,11 @@ import pytest
 from lowtide import compiled as building
 from lowtide.errors import NativeUnavailable
 from lowtide.memory import native
-from lowtide.memory.native.library import NATIVE
+from lowtide.memory.native.library import CORE, NATIVE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native part is for Linux")
 
-SAID = "lowtide: building the native part, once (about 20 s)\n"
+SAID = "lowtide: building the native part, once (about 35 s)\n"
 MAKES_IT = 'while [ "$1" != -o ]; do shift; done; : > "$2"'
 
 Compiler = Callable[[str], None]
@@ -73,8 +73,9 @@ def test_a_build_says_once_what_takes_so_long_and_the_cache_says_nothing(
 
 def test_what_is_in_the_cache_is_used_without_a_word(compiler: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
     target = building.library_path(NATIVE, torch("2.13.0"))
-    target.parent.mkdir(parents=True)
-    target.write_bytes(b"")
+    for path in (target, building.library_path(CORE)):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"")
     compiler("exit 1")
     assert build() == target
     assert capsys.readouterr().err == ""
@@ -171,7 +172,7 @@ def test_a_library_that_does_not_load_says_where_it_is(
     compiler(MAKES_IT)
     native._tried.cache_clear()
     try:
-        with pytest.raises(NativeUnavailable, match=r"liblowtide.so cannot be loaded .*: remove it"):
+        with pytest.raises(NativeUnavailable, match=r"liblowtide_torch.so cannot be loaded .*: remove it"):
             native.load()
     finally:
         native._tried.cache_clear()
@@ -200,3 +201,16 @@ def test_a_directory_of_another_user_is_refused_and_one_that_is_open_is_closed(
     if own == 0:
         os.chown(target.parent, 12345, -1)
     assert "belongs to another user" in refused()
+
+
+def test_one_core_serves_all_versions_of_torch_but_not_both_layouts_of_strings(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    compiler(f"echo >> {shlex.quote(str(log))}; {MAKES_IT}")
+    for version, expected in (("2.13.0", 2), ("2.14.0", 3)):
+        build(version)
+        assert len(log.read_text().splitlines()) == expected
+    old = building.Torch(directory=Path("/torch"), version="2.6.0", cxx11_abi=False)
+    building.build(NATIVE, old)
+    assert len(log.read_text().splitlines()) == 5

@@ -9,6 +9,11 @@
 #include <cstdint>
 #include <mutex>
 
+#ifdef Py_LIMITED_API
+// Not in the stable interface, and in every CPython since 3.4.
+extern "C" int PyGILState_Check(void);
+#endif
+
 namespace lowtide::sim {
 
 using Clock = std::chrono::steady_clock;

@@ -1,10 +1,8 @@
-// The hard budget: PyTorch's CPU allocator with a bound on live plus cached bytes.
+// The hard budget: a bound on live plus cached bytes.
 //
 // Large blocks are ranges of whole pages (pages.h), small ones malloc's with a header.
 #include "remakes.h"
 
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/StorageImpl.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -161,77 +159,6 @@ void* block_thanks_to_slow_memory(int64_t n, bool large) {
   return try_block(n, large);
 }
 
-// So that torch.profiler's memory columns say what they say without us (R5).
-void tell_profiler(void* block, int64_t change) {
-  if (C10_UNLIKELY(c10::memoryProfilingEnabled()))
-    c10::reportMemoryUsageToProfiler(
-        block, change, counters.live, counters.reserved, c10::Device(c10::DeviceType::CPU));
-}
-
-void delete_block(void* block) {
-  if (!block) return;
-  int64_t bytes = give_block(block);
-  tell_profiler(block, -bytes);
-}
-
-// What went wrong where nothing could be thrown: Python, which knows the tier, says what it means.
-void raise_trouble() {
-  Trouble trouble;
-  {
-    std::lock_guard<std::mutex> guard(pages().mutex);
-    trouble = ranges().trouble();
-  }
-  if (forked || trouble.code == 0) return;
-  TORCH_CHECK_WITH(
-      OutOfMemoryError,
-      false,
-      "lowtide: ",
-      trouble.bytes,
-      " bytes of a tensor ",
-      trouble.code == ENOMEM ? "are needed by an operator whose operands alone pass the budget"
-          : trouble.code == kNotRemade ? "could not be computed again"
-                                       : "could not be read back from the spill");
-}
-
-class BudgetAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t n) override {
-    const c10::Device cpu(c10::DeviceType::CPU);
-    if (n == 0) return {nullptr, nullptr, &delete_block, cpu};
-    if (C10_UNLIKELY(ranges().troubled.load(std::memory_order_relaxed)) && !remaking) raise_trouble();
-    void* block = take_block(static_cast<int64_t>(n));
-    if (!block) {
-      Failure f;
-      {
-        std::lock_guard<std::mutex> guard(failure_mutex);
-        f = last_failure;
-      }
-      TORCH_CHECK_WITH(
-          OutOfMemoryError,
-          false,
-          "lowtide: ",
-          f.op.empty() ? "an operator" : f.op,
-          " asked for ",
-          f.requested,
-          " bytes; ",
-          f.live,
-          " bytes are in use and cannot be moved now, the budget is ",
-          f.budget,
-          " bytes");
-    }
-    tell_profiler(block, static_cast<int64_t>(n) >= kLarge ? round_to_page(n) : static_cast<int64_t>(n));
-    return {block, block, &delete_block, cpu};
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &delete_block;
-  }
-  void copy_data(void* to, const void* from, size_t n) const override {
-    default_copy_data(to, from, n);
-  }
-};
-
-BudgetAllocator allocator;
-
 void lock_for_fork() {
   pages().mutex.lock();
   failure_mutex.lock();
@@ -283,8 +210,8 @@ void note_sounded() {
 void* take_block(int64_t nbytes) {
   bool large = nbytes >= kLarge;
   int64_t n = large ? round_to_page(nbytes) : nbytes;
-  if (C10_UNLIKELY(interrupted_trial.load(std::memory_order_relaxed)) && !only_trying && !may_pass_budget &&
-      interrupted_trial.exchange(false)) {
+  if (interrupted_trial.load(std::memory_order_relaxed) && !only_trying && !may_pass_budget &&
+      interrupted_trial.exchange(false)) [[unlikely]] {
     note_refusal(n);
     return nullptr;
   }
@@ -293,7 +220,7 @@ void* take_block(int64_t nbytes) {
   if (!block && may_leave) block = block_after_ranges_left(n, large);
   if (!block && may_leave) block = block_thanks_to_slow_memory(n, large);
   if (block) {
-    if (C10_UNLIKELY(sounding.load(std::memory_order_relaxed))) sound_again();
+    if (sounding.load(std::memory_order_relaxed)) [[unlikely]] sound_again();
     return block;
   }
   if (only_trying) return nullptr;
@@ -338,22 +265,11 @@ int64_t give_block(void* block) {
   return bytes;
 }
 
-c10::Allocator* budget_allocator() {
-  return &allocator;
-}
-
-bool is_ours(const c10::StorageImpl* storage) {
-  const c10::DataPtr& data = storage->data_ptr();
-  return data.get_deleter() == &delete_block && data.get() == data.get_context();
-}
-
-int64_t serial_of(const c10::StorageImpl* storage) {
-  const c10::DataPtr& data = storage->data_ptr();
-  void* block = data.get_context();
-  if (block && data.get_deleter() == &delete_block && !is_large(block)) return (static_cast<Header*>(block) - 1)->serial;
+int64_t serial_of(void* block, const void* data) {
+  if (block && !is_large(block)) return (static_cast<Header*>(block) - 1)->serial;
   std::lock_guard<std::mutex> guard(pages().mutex);
-  Range* range = ranges().of_data(storage->data());
-  return range ? range->serial : -reinterpret_cast<int64_t>(storage->data());
+  Range* range = ranges().of_data(data);
+  return range ? range->serial : -reinterpret_cast<int64_t>(data);
 }
 
 void add_stall_ns(int64_t ns) {
@@ -370,6 +286,28 @@ void note_refusal(int64_t n) {
   ++counters.refused;
 }
 
+std::string refusal_text() {
+  std::lock_guard<std::mutex> guard(failure_mutex);
+  const Failure& f = last_failure;
+  return "lowtide: " + (f.op.empty() ? "an operator" : f.op) + " asked for " + std::to_string(f.requested) + " bytes; " +
+      std::to_string(f.live) + " bytes are in use and cannot be moved now, the budget is " + std::to_string(f.budget) +
+      " bytes";
+}
+
+// Python, which knows the tier, says what it means.
+std::string trouble_text() {
+  Trouble trouble;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    trouble = ranges().trouble();
+  }
+  if (forked || trouble.code == 0) return "";
+  const char* why = trouble.code == ENOMEM ? "are needed by an operator whose operands alone pass the budget"
+      : trouble.code == kNotRemade         ? "could not be computed again"
+                                           : "could not be read back from the spill";
+  return "lowtide: " + std::to_string(trouble.bytes) + " bytes of a tensor " + why;
+}
+
 bool in_forked_child() {
   return forked;
 }
@@ -379,26 +317,24 @@ void survive_forks() {
   std::call_once(once, [] { pthread_atfork(&lock_for_fork, &unlock_after_fork, &after_fork_in_child); });
 }
 
-}  // namespace lowtide
-
-using namespace lowtide;
-
-extern "C" {
-
-void lt_install() {
+void open_budget() {
   forked = false;  // a child that opens a budget of its own has one
   survive_forks();
   installed = true;
-  c10::SetCPUAllocator(budget_allocator(), 100);
 }
 
-void lt_uninstall() {
-  c10::SetCPUAllocator(c10::GetDefaultCPUAllocator(), 100);
+void close_budget() {
   counters.budget = 0;
   std::lock_guard<std::mutex> guard(pages().mutex);
   installed = false;
   pages().trim_all();
 }
+
+}  // namespace lowtide
+
+using namespace lowtide;
+
+extern "C" {
 
 // Set the budget (0: none). Kept pages beyond it are returned; live bytes beyond it stay, and nothing new is granted.
 void lt_set_budget(int64_t bytes) {
@@ -474,9 +410,5 @@ PyObject* lt_take_interruption() {
   PyObject* taken = interruption ? interruption : Py_NewRef(Py_None);
   interruption = nullptr;
   return taken;
-}
-
-int lt_is_ours(const c10::StorageImpl* storage) {
-  return is_ours(storage) ? 1 : 0;
 }
 }

@@ -149,8 +149,8 @@ bool describe(const at::Tensor& tensor, bool written, bool by_layout, Operand& i
   into.defined = true;
   into.written = written;
   into.nbytes = static_cast<int64_t>(storage->nbytes());
-  into.layout = {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), tensor.scalar_type(),
-                 tensor.is_conj(), tensor.is_neg(), impl->is_wrapped_number(), tensor.requires_grad()};
+  into.layout = {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
+                 static_cast<int8_t>(tensor.scalar_type()), tensor.is_conj(), tensor.is_neg(), impl->is_wrapped_number(), tensor.requires_grad()};
   // Whoever does not know conjugated or negated tensors is given them as they are: they are read.
   if (by_layout && !into.layout.conj && !into.layout.neg) return true;
   if (into.nbytes >= kLarge / 2) {
@@ -188,19 +188,21 @@ bool describe(const c10::IValue& value, bool written, bool by_layout, Argument& 
   }
   bool number = value.isNone() || value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble();
   if (number || value.isString() || value.isDevice()) {
-    into.value = value;
+    into.value = std::make_shared<const c10::IValue>(value);
     return true;
   }
   if (!value.isList()) return false;
   for (const c10::IValue& item : value.toListRef())
     if (!item.isInt() && !item.isDouble() && !item.isBool() && !item.isComplexDouble() && !item.isString()) return false;
-  into.value = value.deepcopy();  // whoever passed it may change it
+  into.value = std::make_shared<const c10::IValue>(value.deepcopy());  // whoever passed it may change it
   return true;
 }
 
 at::Tensor tensor_on(c10::Storage storage, const Layout& layout) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(layout.dtype));
+      std::move(storage),
+      c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(layout.dtype)));
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(layout.sizes, layout.strides, layout.offset);
   if (layout.conj) impl->_set_conj(true);
@@ -236,11 +238,19 @@ c10::IValue rebuilt(const Argument& argument, const StorageOf& storage_of) {
       return list;
     }
     default:
-      return argument.value;
+      return argument.value ? *argument.value : c10::IValue();
   }
 }
 
 }  // namespace
+
+const std::string& name_of(const Call& call) {
+  return call.op->schema().name();
+}
+
+bool in_parallel_region() {
+  return at::in_parallel_region();
+}
 
 void use_usual_rounding() {
   set_rounding(kUsualRounding);
@@ -312,7 +322,7 @@ Repeats repeats_of(const c10::OperatorHandle& op, bool by_layout) {
   // Attention draws random numbers only where dropout is on.
   if (op.hasTag(at::Tag::nondeterministic_seeded) && repeats.dropout < 0) return repeats;
   if (!op.hasTag(at::Tag::nondeterministic_seeded)) repeats.dropout = -1;
-  repeats.op = op;
+  repeats.op = std::make_shared<const c10::OperatorHandle>(op);
   return repeats;
 }
 
@@ -327,7 +337,7 @@ std::shared_ptr<Call> remember(
   if (repeats.dropout >= 0 && !(inputs[repeats.dropout].isDouble() && inputs[repeats.dropout].toDouble() == 0.0))
     return nullptr;
   bool training = repeats.training >= 0 && inputs[repeats.training].isBool() && inputs[repeats.training].toBool();
-  auto call = std::make_shared<Call>(Call{*repeats.op, stamp});
+  auto call = std::make_shared<Call>(Call{repeats.op, stamp});
   call->number = number;
   for (size_t i = 0; i < inputs.size(); ++i) {
     Argument& argument = call->arguments.emplace_back();
@@ -352,7 +362,7 @@ void each_tensor(const c10::IValue& value, const std::function<void(const at::Te
 
 void note_products(Call& call, const at::RecordFunction& fn) {
   auto outputs = fn.outputs();
-  call.finished = outputs.size() == call.op.schema().returns().size();  // else it raised
+  call.finished = outputs.size() == call.op->schema().returns().size();  // else it raised
   size_t position = 0;
   for (const auto& value : outputs)
     each_tensor(value, [&](const at::Tensor& tensor) {
@@ -374,7 +384,7 @@ std::vector<at::Tensor> run_again(const Call& call, const StorageOf& storage_of)
   for (const Argument& argument : call.arguments) stack.push_back(rebuilt(argument, storage_of));
   {
     Under settings(*call.settings);
-    call.op.callBoxed(&stack);
+    call.op->callBoxed(&stack);
   }
   std::vector<at::Tensor> made;
   for (const c10::IValue& value : stack) each_tensor(value, [&](const at::Tensor& tensor) { made.push_back(tensor); });

@@ -1,4 +1,4 @@
-"""The native part as a library to build."""
+"""The native part as libraries to build; see Note [Two libraries] in lowtide.h."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ from pathlib import Path
 
 from lowtide.compiled import Library
 
-NATIVE = Library(
+_HERE = Path(__file__).parent
+_TITLE = "the native part"
+_BUILD_S = 35
+
+_CORE_HEADERS = (
+    "call.h",
+    "checksum.h",
+    "coder.h",
+    "lowtide.h",
+    "meter.h",
+    "neighbourhoods.h",
+    "pages.h",
+    "range.h",
+    "ranges.h",
+    "remakes.h",
+    "runs.h",
+    "schedule.h",
+    "slow.h",
+    "source.h",
+    "tier.h",
+)
+
+CORE = Library(
     name="liblowtide.so",
-    title="the native part",
-    build_s=20,
-    directory=Path(__file__).parent,
-    sources=(
-        "budget.cpp",
-        "calls.cpp",
-        "faults.cpp",
-        "observe.cpp",
-        "ranges.cpp",
-        "remakes.cpp",
-        "schedule.cpp",
-        "tide.cpp",
-    ),
-    headers=(
-        "calls.h",
-        "checksum.h",
-        "coder.h",
-        "lowtide.h",
-        "meter.h",
-        "neighbourhoods.h",
-        "pages.h",
-        "range.h",
-        "ranges.h",
-        "remakes.h",
-        "runs.h",
-        "schedule.h",
-        "slow.h",
-        "source.h",
-        "tier.h",
-    ),
+    title=_TITLE,
+    build_s=_BUILD_S,
+    directory=_HERE,
+    sources=("budget.cpp", "faults.cpp", "ranges.cpp", "remakes.cpp", "schedule.cpp", "tide.cpp"),
+    headers=_CORE_HEADERS,
+)
+
+NATIVE = Library(
+    name="liblowtide_torch.so",
+    title=_TITLE,
+    build_s=_BUILD_S,
+    directory=_HERE,
+    sources=("allocator.cpp", "calls.cpp", "observe.cpp", "reruns.cpp", "tensors.cpp"),
+    headers=("calls.h", *_CORE_HEADERS),
+    core=CORE,
 )

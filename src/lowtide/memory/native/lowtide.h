@@ -1,12 +1,26 @@
 // What the native parts share: the budget (budget.cpp) and the log (observe.cpp).
+//
+// Note [Two libraries]: the budget, the pages, the ranges, the tiers and the plan's schedule are one library, which knows
+// nothing of PyTorch but a few names and is built once. What has to see inside PyTorch (the allocator, tensors, the
+// observer, calls that run again) is another, small one, built for each of its versions. It is loaded first and brings the
+// other with it; each finds the other's functions.
 #pragma once
 #include <Python.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/Storage.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <string>
+
+#ifdef Py_LIMITED_API
+// Not in the stable interface, and in every CPython since 3.4.
+extern "C" int PyGILState_Check(void);
+#endif
+
+namespace c10 {
+struct Allocator;
+struct StorageImpl;
+}  // namespace c10
 
 namespace lowtide {
 
@@ -30,11 +44,15 @@ inline int64_t now_ns() {
 void* take_block(int64_t nbytes);
 // Returns the bytes that are free again.
 int64_t give_block(void* block);
-c10::Allocator* budget_allocator();
-// Whether this allocator made the storage's memory: then nobody can reach it but through the storage.
-bool is_ours(const c10::StorageImpl* storage);
-// The serial number of the block behind `storage`; the negated address of memory that is not ours.
-int64_t serial_of(const c10::StorageImpl* storage);
+// The serial number of the block that `data` is in; the negated address of memory that is not ours. `block`: what
+// take_block returned, or nullptr: the memory is somebody else's, or was taken over.
+int64_t serial_of(void* block, const void* data);
+// Why the last block was refused, and what has gone wrong where nothing could be thrown ("": nothing).
+std::string refusal_text();
+std::string trouble_text();
+// Blocks are asked for from here on, and no more.
+void open_budget();
+void close_budget();
 void add_stall_ns(int64_t ns);
 // Note that `n` bytes did not fit, for whom, and what was in use.
 void note_refusal(int64_t n);
@@ -59,6 +77,14 @@ class WithoutGil {
  private:
   PyThreadState* state_ = nullptr;
 };
+
+// ---- allocator.cpp ----
+
+c10::Allocator* budget_allocator();
+// Whether this allocator made the storage's memory: then nobody can reach it but through the storage.
+bool is_ours(const c10::StorageImpl* storage);
+// The serial number of the block behind `storage`; the negated address of memory that is not ours.
+int64_t serial_of(const c10::StorageImpl* storage);
 
 // ---- observe.cpp ----
 

@@ -5,6 +5,7 @@
 // Note [Announcing]: before an operator runs, its operands are pinned and brought back; what it allocates is pinned too;
 // when it ends, all of it may leave again. Views touch no bytes, and what is composed of other operators leaves it to
 // them. A list of tensors too long for memory (a fused optimizer's) is not pinned: faults bring its tensors one by one.
+#include "calls.h"
 #include "remakes.h"
 #include "schedule.h"
 
@@ -405,7 +406,7 @@ bool is_same(const at::Tensor& one, const at::Tensor& other) {
 void check(const Call& call, const at::RecordFunction& fn) {
   bool large = false;
   call.each_operand([&](const Operand& operand) { large |= operand.serial != 0; });
-  bool raised = fn.outputs().size() != call.op.schema().returns().size();
+  bool raised = fn.outputs().size() != call.op->schema().returns().size();
   if (large || raised) return;
   std::vector<at::Tensor> outputs, again;
   for (const auto& value : fn.outputs())

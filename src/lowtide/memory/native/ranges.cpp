@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 namespace lowtide {
 namespace {
@@ -722,11 +723,11 @@ void Ranges::transplant(Range* from, Range* to) {
     from->slot = Slot{};
     from->place = Place::kAway;
     count_slow(-from->bytes);
-    TORCH_CHECK(settle_slow(to, nullptr), "lowtide: what was made again cannot be mapped in its place");
+    if (!settle_slow(to, nullptr)) throw std::runtime_error("what was made again cannot be mapped in its place");
     return;
   }
   char* away = pages().detach(from->start, from->bytes, from->writable);
-  TORCH_CHECK(away, "lowtide: what was made again cannot be moved to its place");
+  if (!away) throw std::runtime_error("what was made again cannot be moved to its place");
   from->place = Place::kAway;
   from->writable = from->dirty = true;
   give_slot(from->slot, from->bytes, from->slot_forks);

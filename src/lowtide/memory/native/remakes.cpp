@@ -4,8 +4,6 @@
 #include "checksum.h"
 #include "schedule.h"
 
-#include <ATen/Parallel.h>
-
 namespace lowtide {
 
 thread_local bool remaking = false;
@@ -37,12 +35,6 @@ class OneAtATime {
   Aside aside_;
 };
 
-// What an earlier call of the same run made, as it is after the call with that stamp.
-struct Fresh {
-  c10::Storage storage;
-  int64_t version;
-};
-
 int64_t own_ns(const std::vector<std::shared_ptr<Call>>& calls) {
   int64_t total = 0;
   for (const auto& call : calls) total += call->ns;
@@ -70,7 +62,7 @@ uint64_t key_of(const Range* range, const std::vector<std::shared_ptr<Call>>& ca
   auto add = [&](uint64_t value) { key = (key ^ value) * kKeyPrime; };
   for (const auto& call : calls) {
     add(static_cast<uint64_t>(call->number));
-    add(std::hash<std::string>()(call->op.schema().name()));
+    add(std::hash<std::string>()(name_of(*call)));
     for (const Product& product : call->products)
       if (product.serial == range->serial) add(product.position);
   }
@@ -310,15 +302,8 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
   }
   if (recipes.empty()) return;
   int64_t began = now_ns();
-  int error = 0;
   only_trying = trials.size() == serials.size();
-  try {
-    run(recipes);
-  } catch (const c10::OutOfMemoryError&) {
-    error = ENOMEM;
-  } catch (const std::exception&) {
-    error = kNotRemade;
-  }
+  int error = run(recipes);
   bool tried = only_trying;
   only_trying = false;
   int64_t took = now_ns() - began;
@@ -353,80 +338,21 @@ void Remakes::remake(const std::vector<int64_t>& serials) {
   ranges().progress();
 }
 
-void Remakes::run(const std::vector<std::shared_ptr<Recipe>>& recipes) {
-  std::map<int64_t, std::shared_ptr<Call>> ordered;  // by stamp: as they ran
-  std::unordered_map<int64_t, int64_t> last_use;     // by serial
-  std::unordered_map<int64_t, const Recipe*> wanted;
-  for (const auto& recipe : recipes) {
-    wanted[recipe->serial] = recipe.get();
-    for (const auto& call : recipe->calls) ordered[call->stamp] = call;
-  }
-  for (const auto& [stamp, call] : ordered)
-    call->each_operand([&, at = stamp](const Operand& operand) { last_use[operand.serial] = at; });
-  std::unordered_map<int64_t, Fresh> fresh;
-  for (const auto& [stamp, call] : ordered) {
-    auto storage_of = [&](const Operand& operand) {
-      auto made = fresh.find(operand.serial);
-      if (made != fresh.end() && made->second.version == operand.version) return made->second.storage;
-      std::lock_guard<std::mutex> guard(pages().mutex);
-      const Range* range = ranges().of_serial(operand.serial);
-      bool as_it_was = range && range->written_at == operand.version && !operand.written &&
-          !(range->recipe && !range->recipe->trial);
-      TORCH_CHECK(as_it_was, "lowtide: what a discarded tensor is computed from has changed");
-      return c10::Storage(
-          c10::Storage::use_byte_size_t(),
-          operand.nbytes,
-          c10::DataPtr(range->data, c10::Device(c10::DeviceType::CPU)),
-          nullptr,
-          false);
-    };
-    std::vector<at::Tensor> made = run_again(*call, storage_of);
-    call->each_operand([&, at = stamp](const Operand& operand) {
-      auto found = fresh.find(operand.serial);
-      if (operand.written && found != fresh.end()) found->second.version = at;
-    });
-    for (const Product& product : call->products) {
-      TORCH_CHECK(product.position < made.size() && made[product.position].defined(), "lowtide: a call made less");
-      bool used = wanted.count(product.serial) || last_use.count(product.serial);
-      if (used) fresh[product.serial] = {made[product.position].storage(), stamp};
-    }
-    made.clear();
-    for (auto each = fresh.begin(); each != fresh.end();) {
-      auto last = last_use.find(each->first);
-      auto want = wanted.find(each->first);
-      bool later = last != last_use.end() && last->second > stamp;
-      if (!later && want != wanted.end() && want->second->version == each->second.version) {
-        // As soon as it is whole: whoever reads it next finds it in its own place.
-        put(*want->second, std::move(each->second.storage));
-        each = fresh.erase(each);
-      } else if (!later && want == wanted.end()) {
-        each = fresh.erase(each);
-      } else {
-        ++each;
-      }
-    }
-  }
-  TORCH_CHECK(fresh.empty(), "lowtide: calls that ran again did not make what they made before");
-  std::lock_guard<std::mutex> guard(pages().mutex);
-  counted.calls += static_cast<int64_t>(ordered.size());
-}
-
-void Remakes::put(const Recipe& recipe, c10::Storage made) {
-  bool same = static_cast<int64_t>(made.nbytes()) == recipe.nbytes;
+// What calls that ran again have made, in a block that nobody else holds (`is_alone`).
+int Remakes::put(const Recipe& recipe, const void* made, int64_t nbytes, bool is_alone) {
+  bool same = nbytes == recipe.nbytes;
   if (recipe.trial || ranges().verify)
-    same = same && checksum_of(static_cast<const char*>(made.data()), recipe.nbytes) == recipe.checksum;
+    same = same && checksum_of(static_cast<const char*>(made), recipe.nbytes) == recipe.checksum;
   std::unique_lock<std::mutex> guard(pages().mutex);
   if (recipe.trial) experience_[recipe.key] = same;
   Range* range = ranges().of_serial(recipe.serial);
-  if (!range || range->recipe.get() != &recipe) return;  // freed meanwhile
+  if (!range || range->recipe.get() != &recipe) return 0;  // freed meanwhile
   if (recipe.trial) {
     forget(range);  // it comes back from its tier
-    return;
+    return 0;
   }
-  Range* source = ranges().of_data(made.data());
-  TORCH_CHECK(
-      same && made.use_count() == 1 && source && source->bytes == range->bytes,
-      "lowtide: calls that ran again made something else");
+  Range* source = ranges().of_data(made);
+  if (!same || !is_alone || !source || source->bytes != range->bytes) return kNotRemade;
   ranges().pin(source);
   bool here = ranges().bring_waiting(source, guard, true);
   range = ranges().of_serial(recipe.serial);
@@ -436,7 +362,7 @@ void Remakes::put(const Recipe& recipe, c10::Storage made) {
     forget(range);
   }
   ranges().unpin(source);
-  if (!here) C10_THROW_ERROR(OutOfMemoryError, "lowtide: no room for what was made again");
+  return here ? 0 : ENOMEM;
 }
 
 void Remakes::remake_all() {
@@ -477,7 +403,7 @@ void Remakes::start() {
 void Remakes::have_waiting(
     std::vector<int64_t> serials, std::unique_lock<std::mutex>& guard, bool may_be_refused) {
   if (serials.empty() || remaking) return;
-  if (!at::in_parallel_region()) {
+  if (!in_parallel_region()) {
     guard.unlock();
     remake(serials);
     guard.lock();

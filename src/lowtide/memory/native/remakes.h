@@ -17,7 +17,7 @@
 // up by whoever waits, and no room, because there it may pass the budget, which is counted and raised (see
 // Note [Who may wait]).
 #pragma once
-#include "calls.h"
+#include "call.h"
 #include "neighbourhoods.h"
 
 #include <unordered_set>
@@ -95,8 +95,9 @@ class Remakes {
   void attach(Range* range, std::shared_ptr<Recipe> recipe);
   void take_lien(Range* range);
   void give_lien(int64_t serial);
-  void run(const std::vector<std::shared_ptr<Recipe>>& recipes);
-  void put(const Recipe& recipe, c10::Storage made);
+  // Both return 0 or what is wrong: ENOMEM, or kNotRemade.
+  int run(const std::vector<std::shared_ptr<Recipe>>& recipes);  // reruns.cpp
+  int put(const Recipe& recipe, const void* made, int64_t nbytes, bool is_alone);
   void help();
 
   int64_t recipes_ = 0;

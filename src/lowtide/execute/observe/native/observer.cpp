@@ -16,7 +16,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,12 +27,38 @@
 
 #include "telling.h"
 
-// Exported by torch's Python library; the headers that declare them take a minute to compile.
+// Note [References]: torch's Python library exports these two. The headers that declare them take a minute to compile, and
+// those of pybind11, whose references they return, are for one version of Python. A reference is a pointer, and how it is
+// returned depends on nothing but whether it is trivial to copy: these are returned the same way.
+namespace lowtide {
+
+// As pybind11::handle.
+struct Borrowed {
+  PyObject* object;
+};
+
+// As pybind11::object.
+class Owned {
+ public:
+  Owned(const Owned&) = delete;
+  ~Owned() {
+    Py_XDECREF(object_);
+  }
+  PyObject* release() {
+    return std::exchange(object_, nullptr);
+  }
+
+ private:
+  PyObject* object_;
+};
+
+}  // namespace lowtide
+
 namespace torch::jit {
-pybind11::object toPyObject(c10::IValue value);
+lowtide::Owned toPyObject(c10::IValue value);
 }
 namespace torch::detail {
-pybind11::handle getTorchApiFunction(const c10::OperatorHandle& op);
+lowtide::Borrowed getTorchApiFunction(const c10::OperatorHandle& op);
 }
 
 namespace lowtide {
@@ -146,7 +171,7 @@ Operands operands_of(Values inputs) {
 // A value that Python does not know becomes `NotImplemented`.
 PyObject* as_python(const c10::IValue& value) {
   try {
-    return torch::jit::toPyObject(value).release().ptr();
+    return torch::jit::toPyObject(value).release();
   } catch (...) {
     PyErr_Clear();
     Py_INCREF(Py_NotImplemented);
@@ -157,7 +182,7 @@ PyObject* as_python(const c10::IValue& value) {
 PyObject* as_tuple(Values values) {
   PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(values.size()));
   for (size_t i = 0; tuple && i < values.size(); ++i)
-    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), as_python(values[i]));
+    PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), as_python(values[i]));
   return tuple;
 }
 
@@ -176,7 +201,7 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
     WithGil gil;
     ++unseen;
     PyObject* values = as_tuple(inputs);
-    running->token = tell(began, torch::detail::getTorchApiFunction(*facts.op).ptr(), values);
+    running->token = tell(began, torch::detail::getTorchApiFunction(*facts.op).object, values);
     Py_XDECREF(values);
     if (running->token == Py_None) Py_CLEAR(running->token);
     --unseen;
