@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-cuda bench lint format clean
+.PHONY: help install demo test test-full test-cuda mutations bench lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ test-full: $(STAMP)  ## every test
 # On a machine with a GPU, in an environment whose torch is a CUDA build: make test-cuda VENV=path
 test-cuda:  ## the accelerator's tests on a GPU
 	LOWTIDE_TEST_DEVICE=cuda PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/python -m pytest -q tests/accelerator
+
+mutations: $(STAMP)  ## take the hosted systems apart line by line: a test has to fail each time
+	$(BIN)/python tests/mutations.py
 
 bench: $(STAMP)  ## measure against stock PyTorch and others; takes long
 	$(BIN)/python benchmarks/run.py

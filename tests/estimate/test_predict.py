@@ -116,3 +116,11 @@ def test_what_cannot_be_predicted_is_refused_with_a_way_out() -> None:
     assert retime(chain_trace(3), machine("v100"), measured_on=machine("cpu")).duration_s > 0
     empty = Trace(ops=(), storages=(), saves=(), static_bytes=0)
     assert retime(empty, machine("v100")) == replace(empty, timed_for="v100")
+
+
+def test_compute_and_traffic_overlap_unless_paleo_is_asked_for() -> None:
+    # 2 s of compute and 3 s of traffic.
+    there = a_machine(flops_per_s=1e12, memory_bytes_per_s=1e11)
+    assert operator_s(2e12, int(3e11), there, IDEAL) == pytest.approx(3.0)
+    assert operator_s(2e12, int(3e11), there, replace(IDEAL, overlap=False)) == pytest.approx(5.0)
+    assert operator_s(0.0, 0, there, replace(IDEAL, overlap=False, launch_s=1e-3)) == 1e-3

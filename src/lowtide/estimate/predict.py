@@ -1,10 +1,10 @@
 """How long an operator takes on a machine, from its floating-point operations and the bytes it touches.
 
 By proportion, after Paleo (Qi et al., ICLR 2017): an operator reaches a share of the machine's peak, found once for a
-platform. Compute and memory traffic overlap (a roofline), where Paleo adds them. Symbols: F and B are the machine's
-peaks, c and m the shares it reaches, f and n an operator's operations and bytes:
+platform. Compute and memory traffic overlap (a roofline), where Paleo adds them: `Shares(overlap=False)`. Symbols: F
+and B are the machine's peaks, c and m the shares it reaches, f and n an operator's operations and bytes:
 
-    t = max(f / (c F), n / (m B), launch)
+    t = max(f / (c F), n / (m B), launch)          Paleo: max(f / (c F) + n / (m B), launch)
 
 A trace that was measured on one machine is scaled to another by the ratio of the two predictions, as Habitat does (Yu
 et al., ATC 2021): what the model gets wrong on both cancels.
@@ -31,6 +31,8 @@ class Shares:
     compute: float = 0.6
     memory: float = 0.75
     launch_s: float = 5e-6
+    overlap: bool = True
+    """Whether an operator computes while it moves bytes; Paleo (ICLR 2017) has it do one after the other."""
 
 
 # They return room, or a part of a table whose other rows they never touch.
@@ -51,7 +53,8 @@ def operator_s(flops: float, nbytes: int, machine: Machine, shares: Shares | Non
     """Return the time of an operator of so many operations that moves so many bytes."""
     shares = shares or Shares()
     peak_flops, peak_bytes = _peaks(machine)
-    return max(flops / (shares.compute * peak_flops), nbytes / (shares.memory * peak_bytes), shares.launch_s)
+    compute_s, memory_s = flops / (shares.compute * peak_flops), nbytes / (shares.memory * peak_bytes)
+    return max(max(compute_s, memory_s) if shares.overlap else compute_s + memory_s, shares.launch_s)
 
 
 def retime(

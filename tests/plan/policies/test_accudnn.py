@@ -204,3 +204,29 @@ def test_steps_captured_at_five_batch_sizes_make_a_model() -> None:
     expected, truth = model.trace(12), captured(12)
     assert expected.duration_s == pytest.approx(truth.duration_s, rel=0.01)
     assert expected.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("trace", "share", "link"), [(vgg(), 0.7, BOUND), (vgg(), 0.3, DISK)], ids=("vgg-bound", "vgg-disk")
+)
+def test_exchanging_what_turns_out_exposed_gains_time(
+    trace: Trace, share: float, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(trace, trace.floor_bytes() + int(share * (trace.peak_bytes - trace.floor_bytes())), link)
+    exchanged = AccUdnn().plan(problem)
+    monkeypatch.setattr("lowtide.plan.policies.accudnn.ROUNDS", 1)
+    first = AccUdnn().plan(problem)
+    assert exchanged.trials > first.trials == 1
+    assert predicted(exchanged).step_s < 0.97 * predicted(first).step_s
+    assert {swap.gap for swap in exchanged.swaps} != {swap.gap for swap in first.swaps}
+
+
+def test_what_hides_leaves_before_what_does_not() -> None:
+    # Both transfers of a layer take 6 ms; the gap of layer k covers 3 ms for each layer after it. The last two do not
+    # hide, and stay though they would be enough.
+    trace = chain_trace(8, duration_s=1e-3)
+    link = Link(write_bytes_per_s=(1 << 20) / 3e-3, read_bytes_per_s=(1 << 20) / 3e-3, duplex=True)
+    plan = AccUdnn().plan(problem_of(trace, trace.peak_bytes - (1 << 20), link))
+    assert plan.swaps
+    assert max(swap.gap.storage for swap in plan.swaps) < 6
+    assert plan.notes == (f"{len(plan.swaps)} of {len(plan.swaps)} swaps are short enough to hide",)

@@ -284,3 +284,67 @@ def test_the_lane_finds_holes_between_bookings() -> None:
     assert lane.latest(10.0, 3.0) == 7.0
     assert lane.latest(7.5, 1.0) == 4.0
     assert lane.latest(7.5, 2.5) == -0.5
+
+
+def pressed_trace(sizes: tuple[int, ...], *, op: int, scratch_bytes: int) -> Trace:
+    """The hand trace with scratch in one operator, which alone passes the budget."""
+    plain = hand_trace(sizes)
+    steps = [
+        Step(
+            name=one.name,
+            phase=one.phase,
+            duration_s=one.duration_s,
+            reads=one.reads,
+            writes=one.writes,
+            scratch_bytes=scratch_bytes if index == op else 0,
+        )
+        for index, one in enumerate(plain.ops)
+    ]
+    return make_trace(steps, plain.storages, plain.saves)
+
+
+def test_what_was_chosen_before_holds_the_link_against_later_reads() -> None:
+    # Storage 1 has more free time and is read from 16 to 18; storage 0 has to be there at 19 and takes 4 s: by 16.
+    problem = problem_of(pressed_trace((200, 100), op=9, scratch_bytes=1000), 1000, LINK)
+    fetched = {swap.gap.storage: swap.fetch_op for swap in Capuchin().plan(problem).swaps}
+    assert fetched == {1: 16, 0: 12}
+
+
+def test_what_was_chosen_before_holds_the_link_against_later_writes() -> None:
+    # Storage 1 is written from 2 to 3, storage 0 only after it, from 3 to 5: too late for the operator at 4.
+    problem = problem_of(pressed_trace((200, 100), op=4, scratch_bytes=1000), 1000, LINK)
+    plan = Capuchin().plan(problem)
+    assert {swap.gap.storage for swap in plan.swaps} == {0, 1}
+    assert plan.notes[0].startswith("1 swaps are free, 1 more")
+
+
+def remade_trace(shapes: tuple[tuple[int, float], ...]) -> Trace:
+    """Values that each take (bytes, seconds) to make from a parameter; all are used in backward, in reverse order."""
+    count = len(shapes)
+    steps = [
+        Step(name=f"aten::make{k}", phase=Phase.FORWARD, duration_s=seconds, reads=(count,), writes=(k,))
+        for k, (_, seconds) in enumerate(shapes)
+    ]
+    steps += [Step(name="aten::pause", phase=Phase.FORWARD, duration_s=1.0)]
+    steps += [
+        Step(name=f"aten::use{k}", phase=Phase.BACKWARD, duration_s=1.0, reads=(k,)) for k in reversed(range(count))
+    ]
+    storages = [
+        Storage(nbytes=nbytes, kind=Kind.ACTIVATION, first_op=k, last_op=2 * count - k, producer=k)
+        for k, (nbytes, _) in enumerate(shapes)
+    ]
+    storages.append(Storage(nbytes=1, kind=Kind.PARAM, first_op=-1, last_op=2 * count + 1))
+    saves = [
+        Save(storage=k, packed_op=k, free_op=k + 1, uses=(2 * count - k,), released_op=2 * count - k)
+        for k in range(count)
+    ]
+    return make_trace(steps, storages, saves)
+
+
+def test_the_recomputation_that_saves_most_bytes_a_second_is_chosen() -> None:
+    # 100, 150 and 50 bytes a second: neither the quickest (0) nor the largest (2).
+    trace = remade_trace(((100, 1.0), (300, 2.0), (400, 8.0)))
+    dead = Link(write_bytes_per_s=1e-3, read_bytes_per_s=1e-3)
+    plan = Capuchin().plan(problem_of(trace, trace.peak_bytes - 50, dead, can_recompute=True))
+    assert [one.gap.storage for one in plan.recomputes] == [1]
+    assert plan.swaps == ()

@@ -316,3 +316,13 @@ def test_relu_outputs_go_through_the_codec_that_the_executor_has_and_others_do_n
         assert {swap.codec for swap in plan.swaps if swap.gap.storage in zeros} == {expected}
         assert {swap.codec for swap in plan.swaps if swap.gap.storage not in zeros} <= {"identity"}
         assert {swap.codec for swap in FlashNeuron().plan(known).swaps} == {"identity"}
+
+
+def test_what_leaves_takes_the_highest_hole_and_what_stays_the_lowest() -> None:
+    pool = TwoEndedPool(100)
+    for block in range(5):
+        assert pool.allocate(block, 20) == 20 * block
+    pool.free(1)
+    pool.free(3)
+    assert pool.allocate(5, 10, high=True) == 70
+    assert pool.allocate(6, 10) == 20

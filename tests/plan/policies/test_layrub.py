@@ -136,3 +136,13 @@ def test_data_comes_back_beside_the_layer_before_and_not_earlier(trace: Trace) -
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(BadArgument, match="choose one of hybrid, inter, intra"):
         Layrub(strategy="none")
+
+
+@pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)
+def test_the_layer_that_uses_data_waits_for_it_at_its_beginning(trace: Trace) -> None:
+    starts = sorted({layer.backward.start for layer in layers_of(trace) if layer.backward})
+    plan = Layrub().plan(problem_of(trace, ROOMY))
+    assert plan.swaps
+    for swap in plan.swaps:
+        begun = max((start for start in starts if start <= swap.gap.before_op), default=swap.gap.before_op)
+        assert swap.arrived_op == max(begun, swap.fetch_op)

@@ -236,3 +236,86 @@ def test_attention_is_discarded_where_that_saves_memory() -> None:
 def test_no_passes_are_refused() -> None:
     with pytest.raises(BadArgument, match="0 passes"):
         Meng(passes=0)
+
+
+def rivals(*, made: tuple[int, int], uses: tuple[tuple[int, ...], tuple[int, ...]], peak_op: int = 8) -> Trace:
+    """Two tensors of one size, made and used at these operators of a second each; one operator passes the budget."""
+    steps = [
+        Step(
+            name=f"aten::op{k}",
+            phase=Phase.FORWARD if k < 10 else Phase.BACKWARD,
+            duration_s=1.0,
+            writes=tuple(one for one in range(2) if made[one] == k),
+            reads=tuple(one for one in range(2) if k in uses[one]),
+            scratch_bytes=8 << 20 if k == peak_op else 0,
+        )
+        for k in range(20)
+    ]
+    storages = [
+        Storage(nbytes=16 << 20, kind=Kind.ACTIVATION, first_op=made[k], last_op=uses[k][-1], producer=made[k])
+        for k in range(2)
+    ]
+    saves = [
+        Save(storage=k, packed_op=made[k], free_op=made[k] + 1, uses=uses[k], released_op=uses[k][-1]) for k in range(2)
+    ]
+    return make_trace(steps, storages, saves, model="rivals")
+
+
+@pytest.mark.parametrize(
+    ("trace", "why"),
+    [
+        (rivals(made=(4, 4), uses=((12,), (18,))), "its next use is further from the peak"),
+        (rivals(made=(4, 0), uses=((14,), (14,))), "it was allocated further from the peak"),
+        (rivals(made=(4, 4), uses=((14, 15, 16, 17), (14,))), "it has fewer uses left"),
+    ],
+    ids=("next-use", "allocation", "uses-left"),
+)
+def test_the_second_of_two_tensors_is_fitter(trace: Trace, why: str) -> None:
+    plan = Meng(passes=1).plan(problem_of(trace, 32 << 20))
+    assert [swap.gap.storage for swap in plan.swaps] == [1], why
+
+
+def test_what_lives_for_a_millisecond_or_less_is_not_swapped() -> None:
+    trace = rivals(made=(4, 4), uses=((12,), (18,)))
+
+    def swapped(op_s: float) -> set[int]:
+        quick = make_trace(
+            [
+                Step(
+                    name=op.name,
+                    phase=op.phase,
+                    duration_s=op_s,
+                    reads=op.reads,
+                    writes=op.writes,
+                    scratch_bytes=8 << 20 if index == 8 else 0,
+                )
+                for index, op in enumerate(trace.ops)
+            ],
+            trace.storages,
+            trace.saves,
+        )
+        return {swap.gap.storage for swap in Meng(passes=1).plan(problem_of(quick, 32 << 20)).swaps}
+
+    # The first lives for 9 operators, the second for 15.
+    assert swapped(1.2e-4) == {1}
+    assert swapped(1e-5) == set()
+
+
+def test_the_copy_back_is_triggered_as_if_the_link_had_16_gb_a_second() -> None:
+    steps = [Step(name="aten::make", phase=Phase.FORWARD, duration_s=1.0, writes=(0,))]
+    steps += [
+        Step(name="aten::other", phase=Phase.FORWARD, duration_s=1.0, scratch_bytes=1 << 30 if k == 1 else 0)
+        for k in range(3)
+    ]
+    steps += [
+        Step(name="aten::grad", phase=Phase.BACKWARD, duration_s=1.0, reads=(k,) if k else (), writes=(k + 1,))
+        for k in range(3)
+    ]
+    steps.append(Step(name="aten::last", phase=Phase.BACKWARD, duration_s=1.0, reads=(0, 3)))
+    storages = [Storage(nbytes=int(16e9), kind=Kind.ACTIVATION, first_op=0, last_op=7, producer=0)]
+    storages += [Storage(nbytes=4096, kind=Kind.OTHER, first_op=4 + k, last_op=5 + k, producer=4 + k) for k in range(3)]
+    saves = [Save(storage=0, packed_op=0, free_op=1, uses=(7,), released_op=7)]
+    trace = make_trace(steps, storages, saves)
+    # 16 GB take a second: operator 5 ends that much before the last other input is there, at 7 s.
+    (swap,) = Meng().plan(problem_of(trace, int(16e9) + 8192)).swaps
+    assert swap.fetch_op == 6

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import BadArgument
@@ -21,6 +22,7 @@ from lowtide.plan.policies.mindspore import (
     weight,
 )
 from lowtide.plan.verify import check, replay
+from lowtide.simulate import simulate
 from lowtide.testing.networks import networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import chain_trace, problems
@@ -159,3 +161,35 @@ def test_notes_tell_what_goes_where() -> None:
     )
     with pytest.raises(BadArgument, match="host_bytes is -1"):
         MindSporeGsm(host_bytes=-1)
+
+
+def test_host_and_disk_are_two_tiers() -> None:
+    trace = chain_trace(8)
+    host, disk = (Link(write_bytes_per_s=rate, read_bytes_per_s=rate) for rate in (1e10, 1e8))
+    machine = Machine(name="two", links={"spill": disk, "host": host}, source="stated")
+    problem = Problem(trace=trace, machine=machine, budget_bytes=5 * MIB, tiers=("spill", "host"))
+    plan = MindSporeGsm(host_bytes=2 * MIB).plan(problem)
+    check(plan, problem)
+    found = levels(problem, host_bytes=2 * MIB)
+    assert {swap.gap for swap in plan.swaps if swap.tier == "host"} == set(found.host)
+    assert {swap.gap for swap in plan.swaps if swap.tier == "spill"} == set(found.disk)
+    assert found.host
+    assert found.disk
+    # Each goes over its own link: without room on the host, the step takes longer.
+    timelines = [simulate(problem, MindSporeGsm(host_bytes=room).plan(problem)) for room in (8 * MIB, 2 * MIB, 0)]
+    assert [set(one.tiers) for one in timelines] == [{"host"}, {"host", "spill"}, {"spill"}]
+    times = [one.step_s for one in timelines]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+
+
+def test_the_host_gives_what_its_tier_holds() -> None:
+    links = {
+        "spill": Link(write_bytes_per_s=1e9, read_bytes_per_s=1e9),
+        "host": Link(write_bytes_per_s=1e10, read_bytes_per_s=1e10, capacity_bytes=MIB),
+    }
+    machine = Machine(name="two", links=links, source="stated")
+    problem = Problem(trace=chain_trace(8), machine=machine, budget_bytes=5 * MIB, tiers=("spill", "host"))
+    tiers = [swap.tier for swap in MindSporeGsm().plan(problem).swaps]
+    assert tiers.count("host") == 1
+    assert tiers.count("spill") == 2

@@ -153,3 +153,23 @@ def test_accumulated_gradients_of_the_pieces_are_those_of_the_whole_batch(pieces
         pairs = zip(gradients(norm, 1), gradients(norm, pieces), strict=True)
         furthest = max(float((whole - parts).abs().max()) for whole, parts in pairs)
         assert (furthest <= 1e-6) == exact
+
+
+def test_a_read_begins_at_the_last_moment_that_the_link_leaves_it() -> None:
+    # A read takes 1.05 ms and a backward operator 2 ms: the operator before the use is early enough for each.
+    trace = chain_trace(12)
+    link = Link(write_bytes_per_s=1e9, read_bytes_per_s=1e9)
+    plan = Modnn().plan(problem_of(trace, 8 << 20, link))
+    assert plan.swaps
+    assert all(swap.fetch_op == swap.gap.before_op - 1 for swap in plan.swaps)
+
+
+def test_the_fastest_of_sixteen_targets_wins() -> None:
+    trace = vgg()
+    # Nothing hides on this link, so no target ends the search.
+    problem = problem_of(trace, trace.peak_bytes - 1, BOUND)
+    plan = Modnn().plan(problem)
+    assert plan.trials == 16
+    tighter = Modnn().plan(problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, BOUND))
+    assert tighter.trials == 9, "the targets of a smaller budget are those below it"
+    assert predicted(plan).step_s < predicted(tighter).step_s

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from lowtide import registry
+from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
+from lowtide.core.timeline import Lane
 from lowtide.core.trace import Kind, Phase, Save, Storage, Trace
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import Sweep
@@ -19,12 +21,11 @@ from lowtide.plan.policy import Policy
 from lowtide.plan.verify import check, replay
 from lowtide.plan.victims import victims_of
 from lowtide.simulate import simulate, simulate_run
-from lowtide.testing.networks import networks
+from lowtide.testing.networks import MIB, networks
 from lowtide.testing.policies import FakeView, PolicyTests, Record
 from lowtide.testing.traces import Step, chain_trace, make_trace, problems, residual_trace
 from tests.plan.policies.shapes import BOUND, DISK, inception, predicted, problem_of, resnet, vgg
 
-MIB = 1 << 20
 NETS = (vgg(), resnet(), inception())
 SMALL = (chain_trace(6), residual_trace(2), resnet(2))
 MAKERS: tuple[Callable[[], Policy], ...] = (Survey1, Survey2, Survey3, Survey4)
@@ -256,3 +257,66 @@ def test_settings_that_mean_nothing_are_refused(make: Callable[[], object]) -> N
 def test_a_plan_that_cannot_be_says_so() -> None:
     plan: Plan = Survey1().plan(problem_of(vgg(), 1))
     assert plan.notes[-1].startswith("best effort: ")
+
+
+def test_the_interval_begins_when_the_swap_out_has_ended() -> None:
+    # Storage 0 is free from 2 ms on and needed at 12 ms; it takes 4 ms to leave.
+    trace = chain_trace(6, duration_s=1e-3)
+    link = Link(write_bytes_per_s=MIB / 4e-3, read_bytes_per_s=MIB / 1e-3, duplex=True)
+    problem = problem_of(trace, trace.floor_bytes(), link)
+    facts = Sweep(problem)
+    gap = next(gap for gap in trace.gaps() if gap.storage == 0)
+    between_s = facts.start_s[gap.before_op] - facts.start_s[gap.after_op] - 4e-3
+
+    def leaves(interval_s: float) -> bool:
+        return gap in swap_outs(problem, facts, Settings(interval_s=interval_s))
+
+    assert leaves(between_s - 1e-6)
+    assert not leaves(between_s + 1e-6)
+
+
+def test_a_prefetch_that_came_late_marks_its_tensor() -> None:
+    trace = vgg()
+    problem = problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, BOUND)
+    policy = Survey3(interval_s=0.0, forward_ops=2)
+    plan = policy.plan(problem)
+    timeline = simulate(problem, plan, policy=policy)
+    late = {span.storage for span in timeline.spans if span.lane is Lane.STALL and span.cause == "arrival"}
+    demanded = {span.storage for span in timeline.spans if span.lane is Lane.IN and span.cause == "demand"}
+    assert late - demanded, "some were asked for ahead, and still came late"
+    only_late = replace(
+        timeline, spans=tuple(span for span in timeline.spans if span.lane is Lane.STALL and span.cause == "arrival")
+    )
+    one = replace(only_late, spans=only_late.spans[:1])
+    revised = policy.observe(problem, plan, one)
+    assert one.spans[0].storage not in {swap.gap.storage for swap in revised.swaps}
+
+
+def test_each_kind_of_step_has_a_memory_of_its_own() -> None:
+    policy = Survey3(interval_s=0.0)
+    problems = [problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, BOUND) for trace in (vgg(), resnet())]
+    plans = [policy.plan(problem) for problem in problems]
+    revised = [
+        policy.observe(problem, plan, simulate(problem, plan, policy=policy))
+        for problem, plan in zip(problems, plans, strict=True)
+    ]
+    assert revised[0] != plans[0]
+    # Planning one kind anew leaves alone what is known of the other: nothing is missed a second time.
+    policy.plan(problems[1])
+    again = policy.observe(problems[0], revised[0], simulate(problems[0], plans[0], policy=policy))
+    assert again == revised[0]
+
+
+def test_algorithm_4_runs_its_best_trials_and_keeps_the_fastest() -> None:
+    trace = vgg()
+    problem = problem_of(trace, (trace.floor_bytes() + trace.peak_bytes) // 2, BOUND)
+    policy = Survey4()
+    plan = policy.plan(problem)
+    ran: list[Plan] = []
+    # The machine is not what was predicted: the third trial is the fastest.
+    for step_s in (4.0, 3.0, 1.0, 2.0, 5.0):
+        ran.append(plan)
+        timeline = replace(simulate(problem, plan, policy=policy), step_s=step_s)
+        plan = policy.observe(problem, plan, timeline)
+    assert len({one.swaps for one in ran[:4]}) == 4
+    assert ran[4] == plan == ran[2]

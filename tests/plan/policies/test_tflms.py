@@ -145,3 +145,13 @@ def test_the_reactive_allocator_reclaims_the_first_that_is_large_enough() -> Non
     view = FakeView(*(Record(nbytes=nbytes, last_access=k) for k, nbytes in enumerate(sizes)))
     assert list(victims_of(Tflms(), view, 40)) == [1]
     assert list(victims_of(Tflms(), view, 90)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("trace", NETS, ids=lambda trace: trace.model)
+def test_a_tenth_of_the_memory_beside_variables_is_left_free(trace: Trace) -> None:
+    problem = problem_of(trace, (3 * trace.peak_bytes + trace.floor_bytes()) // 4)
+    tuning = Tuning(problem)
+    knobs = tuning.run()
+    beside = problem.budget_bytes - trace.static_bytes
+    assert tuning.limit_bytes == trace.static_bytes + int(0.9 * beside)
+    assert modelled_peak_bytes(trace, knobs) <= tuning.limit_bytes < problem.budget_bytes

@@ -230,3 +230,14 @@ def test_an_input_that_does_not_fit_when_awaited_comes_later() -> None:
     check(tight, problem_of(trace, least))
     assert any(swap.arrived_op is None for swap in tight.swaps)
     assert all(swap.arrived_op is not None for swap in wide.swaps)
+
+
+def test_the_last_rung_has_the_leanest_algorithms() -> None:
+    trace = CONVS
+    convs = [index for index, op in enumerate(trace.ops) if kind_of(op) is LayerKind.CONV]
+    quick = Algorithm(duration_s=1e-3, workspace_bytes=8 * MIB)
+    table = {op: (Algorithm(duration_s=trace.ops[op].duration_s, workspace_bytes=0), quick) for op in convs}
+    plan = VdnnDyn(algorithms=table).plan(problem_of(trace, least_bytes(VdnnAll(), trace) - 1))
+    assert plan.notes[0].startswith("takes offload all, leanest algorithms")
+    assert plan.trials == 7
+    assert "best effort" in plan.notes[1]

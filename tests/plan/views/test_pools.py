@@ -55,10 +55,14 @@ def test_the_largest_goes_first_and_the_next_takes_the_first_hole() -> None:
 
 
 def test_best_fit_takes_the_tightest_hole() -> None:
-    # Around operator 5 there are holes of 4 bytes at 10 and of 2 bytes at 22; a block of 2 comes.
     blocks = [block(10, 0, 9), block(4, 0, 3), block(8, 4, 9), block(8, 0, 9), block(2, 5, 6)]
     for fit in ("first", "best"):
         assert_disjoint(blocks, colour(blocks, fit=fit))
+    # The largest first, they lie one behind the other. From operator 2 on there are holes of 31 bytes at 100 and of 20
+    # bytes at 186, and 18 bytes come.
+    walls = [block(100, 0, 9), block(30, 0, 9), block(31, 0, 1), block(25, 0, 9), block(20, 0, 1), block(19, 0, 9)]
+    first, best = (colour([*walls, block(18, 2, 5)], fit=fit) for fit in ("first", "best"))
+    assert (first.offsets[-1], best.offsets[-1]) == (100, 186)
     with pytest.raises(BadArgument, match="worst"):
         colour(blocks, fit="worst")
 

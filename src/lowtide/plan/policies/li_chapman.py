@@ -4,10 +4,12 @@ A compiler works out three things about each object in each kernel. Symbols: *de
 kernel touches; *reuse distance*, the bytes touched between two uses of it; *locality*, that a use is followed by
 another one, which a gap of the trace stands for.
 
-1. A dense object is copied explicitly, as a whole: no faults. A sparse one is paged: only what is touched moves.
+1. A dense object is copied explicitly, as a whole, one operator ahead: no faults. A sparse one is paged: it comes when
+   it is touched, and only what is touched moves.
 2. What is used again within memory's reach stays. What is not is kept in part rather than moved to and fro: where more
    is scanned than memory holds, the least recently used is always the one that is needed next.
-3. Residency is given by density over reuse distance: the furthest objects leave first.
+3. Residency is given by density over reuse distance: the furthest objects leave first, of equally far ones always the
+   same, so that a part of a scan stays.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from math import ceil
 
 from lowtide.core.machine import Link, Machine
 from lowtide.core.plan import Plan, Problem, Swap
-from lowtide.core.trace import Kind, Trace
+from lowtide.core.trace import Gap, Kind, Trace
 from lowtide.core.units import format_seconds
 from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.unified_memory import paging
+from lowtide.plan.policies.vdnn import that_fit
 from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.layers import LayerKind, kind_of
 
@@ -101,7 +104,8 @@ class LiChapman:
         paper="Li & Chapman, SC 2019",
         reconstructed=(
             "thresholds: a copy is explicit where it is cheaper, reuse is near if memory holds all touched until then; "
-            "the compiler's analysis is the recorded step; paged objects are a model and come as a whole when executed"
+            "the compiler's analysis is the recorded step; an explicit copy begins one operator ahead, a paged object "
+            "comes on demand and as a whole: pages are a model"
         ),
         victims=Order.FURTHEST_NEWEST,
     )
@@ -120,14 +124,17 @@ class LiChapman:
         def furthest_first(one: Candidate) -> tuple[float, ...]:
             distance = touched.between(one.gap.after_op, one.gap.before_op)
             near = distance <= problem.budget_bytes
-            return (near, -distance / max(density.get(one.gap.storage, 1.0), 1e-9))
+            return (near, -distance / max(density.get(one.gap.storage, 1.0), 1e-9), one.gap.storage)
 
         need = [peak - problem.budget_bytes for peak in facts.peak_bytes]
         chosen = choose(
             candidates(problem, facts, activation_gaps(problem.trace)), need_bytes=need, rank=furthest_first
         )
-        swaps = tuple(Swap(gap=one.gap, fetch_op=one.gap.before_op, tier=problem.tier) for one in chosen)
         modes = self._modes(problem, density)
+        swaps = that_fit(
+            problem, [_swap(one.gap, modes.get(one.gap.storage, Mode.EXPLICIT), problem.tier) for one in chosen]
+        )
+        copied = sum(modes.get(swap.gap.storage) is not Mode.IMPLICIT for swap in swaps)
         model = paging(
             problem,
             explicit=[storage for storage, mode in modes.items() if mode is Mode.EXPLICIT],
@@ -136,7 +143,7 @@ class LiChapman:
         sparse = sum(mode is Mode.IMPLICIT for mode in modes.values())
         faults = f"{model.faults} faults cost {format_seconds(model.fault_s)}"
         notes = [
-            f"copies {len(swaps)} objects explicitly; {sparse} are better paged",
+            f"{copied} of {len(swaps)} gaps end by an explicit copy, the others on demand; {sparse} are better paged",
             f"page model: {faults}, the step takes {format_seconds(model.step_s)}",
         ]
         return compose(self.name, problem, swaps, notes=notes)
@@ -148,6 +155,11 @@ class LiChapman:
             for index, storage in enumerate(problem.trace.storages)
             if storage.nbytes
         }
+
+
+def _swap(gap: Gap, mode: Mode, tier: str) -> Swap:
+    ahead = 1 if mode is Mode.EXPLICIT else 0
+    return Swap(gap=gap, fetch_op=max(gap.before_op - ahead, min(gap.after_op + 1, gap.before_op)), tier=tier)
 
 
 def _touched_bytes(trace: Trace, density: Mapping[int, float]) -> Iterator[int]:

@@ -7,7 +7,8 @@ Symbols: N, the number of operators; M, the budget; the *span* of a gap, the ope
   until enough bytes are gone. What is idle for 3 operators or fewer stays.
 - offload: begin with the least memory of every operator, keep gaps in the order of rising weight while M holds, swap
   the rest.
-- gsm: the same queue with three levels by first fit: device memory, host memory, disk.
+- gsm: the same queue with three levels by first fit: device memory, host memory, disk. The host is the fastest tier
+  there is, the disk the next; where there is one tier, it is both.
 
 In all of them a tensor leaves after its earlier use and comes back one operator before the next.
 """
@@ -67,13 +68,15 @@ class _MindSpore(ABC):
         """Return swaps for what the generation does not keep."""
         if problem.trace.peak_bytes <= problem.budget_bytes:
             return compose(self.name, problem, notes=(FITS,))
-        gaps, notes = self._swapped(problem)
-        swaps = [Swap(gap=gap, fetch_op=max(gap.before_op - 1, gap.after_op + 1), tier=problem.tier) for gap in gaps]
+        tier_of, notes = self._swapped(problem)
+        swaps = [
+            Swap(gap=gap, fetch_op=max(gap.before_op - 1, gap.after_op + 1), tier=tier) for gap, tier in tier_of.items()
+        ]
         return compose(self.name, problem, swaps, notes=notes)
 
     @abstractmethod
-    def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
-        """Return what leaves, and notes on how that was decided."""
+    def _swapped(self, problem: Problem) -> tuple[dict[Gap, str], tuple[str, ...]]:
+        """Return what leaves, each with its tier, and notes on how that was decided."""
 
 
 class MindSporeMemReuse(_MindSpore):
@@ -90,7 +93,7 @@ class MindSporeMemReuse(_MindSpore):
         victims=Order.LARGEST,
     )
 
-    def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
+    def _swapped(self, problem: Problem) -> tuple[dict[Gap, str], tuple[str, ...]]:
         trace = problem.trace
         gaps = [gap for gap in activation_gaps(trace) if trace.storages[gap.storage].nbytes]
         sizes = sorted({trace.storages[gap.storage].nbytes for gap in gaps}, reverse=True)
@@ -107,7 +110,7 @@ class MindSporeMemReuse(_MindSpore):
             if max(with_all_absent(trace, chosen).values(), default=0) <= problem.budget_bytes:
                 break
         note = f"swaps from {format_bytes(size_bytes)} on, where idle for more than {distance_ops} operators"
-        return chosen, (note,)
+        return dict.fromkeys(chosen, problem.tier), (note,)
 
 
 class MindSporeOffload(_MindSpore):
@@ -124,7 +127,7 @@ class MindSporeOffload(_MindSpore):
         victims=Order.LARGEST,
     )
 
-    def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
+    def _swapped(self, problem: Problem) -> tuple[dict[Gap, str], tuple[str, ...]]:
         queue = by_weight(problem.trace)
         kept = 0
         curve = with_all_absent(problem.trace, queue)
@@ -134,7 +137,7 @@ class MindSporeOffload(_MindSpore):
                 break
             curve.add(gap.after_op, gap.before_op, nbytes)
             kept += 1
-        return queue[kept:], (f"keeps {kept} of {len(queue)} gaps",)
+        return dict.fromkeys(queue[kept:], problem.tier), (f"keeps {kept} of {len(queue)} gaps",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +169,19 @@ def levels(problem: Problem, *, host_bytes: int | None = None) -> Levels:
     return Levels(device=tuple(device), host=tuple(host), disk=tuple(disk))
 
 
+def host_and_disk(problem: Problem) -> tuple[str, str]:
+    """Return the two fastest tiers that the executor has, by how fast they are read; one tier is both."""
+    links = problem.machine.links
+    known = [name for name in problem.tiers or (problem.tier,) if name in links]
+    fastest = sorted(known, key=lambda name: (-links[name].read_bytes_per_s, name))
+    return fastest[0], fastest[min(1, len(fastest) - 1)]
+
+
 class MindSporeGsm(_MindSpore):
-    """Fills device memory, then host memory, then disk, the lightest gaps first. `host_bytes`: what the host gives."""
+    """Fills device memory, then host memory, then disk, the lightest gaps first.
+
+    `host_bytes`: what the host gives (None: as much as its tier holds).
+    """
 
     name = "mindspore_gsm"
     summary = "MindSpore, 3rd generation: device, host and disk by first fit, the lightest gaps first"
@@ -177,8 +191,8 @@ class MindSporeGsm(_MindSpore):
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
         reconstructed=(
-            "a plan has one tier: whether a swap is to host memory or to disk is in its notes and costs the same; "
-            "parameters stay, where MindSpore offloads them on request"
+            "host memory and disk are the two fastest tiers of the executor, and one if it has no more; parameters "
+            "stay, where MindSpore offloads them on request"
         ),
         victims=Order.LARGEST,
     )
@@ -188,8 +202,12 @@ class MindSporeGsm(_MindSpore):
             raise BadArgument(f"host_bytes is {host_bytes}: pass 0 or more, or None for as much as is asked for")
         self._host_bytes = host_bytes
 
-    def _swapped(self, problem: Problem) -> tuple[Sequence[Gap], tuple[str, ...]]:
-        found = levels(problem, host_bytes=self._host_bytes)
+    def _swapped(self, problem: Problem) -> tuple[dict[Gap, str], tuple[str, ...]]:
+        host, disk = host_and_disk(problem)
+        host_bytes = self._host_bytes
+        if host_bytes is None and host != disk:
+            host_bytes = problem.machine.links[host].capacity_bytes
+        found = levels(problem, host_bytes=host_bytes)
         sizes = problem.trace.storages
         held = {
             level: sum(sizes[gap.storage].nbytes for gap in gaps)
@@ -199,4 +217,4 @@ class MindSporeGsm(_MindSpore):
             f"keeps {len(found.device)} gaps; moves {len(found.host)} to the host, {format_bytes(held['host'])}, "
             f"and {len(found.disk)} to disk, {format_bytes(held['disk'])}"
         )
-        return (*found.host, *found.disk), (note,)
+        return {**dict.fromkeys(found.host, host), **dict.fromkeys(found.disk, disk)}, (note,)

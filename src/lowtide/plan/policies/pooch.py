@@ -8,6 +8,9 @@ The predictor plays a step on compute and both directions of the link; copies ba
 1. Swap or keep: all maps are swapped first. Which of L_O to keep is searched exhaustively, then which of L_I greedily,
    as long as everything fits and the step gets shorter.
 2. Recompute: of the maps that are still waited for, the one with the largest r_i > 0 is made again instead; repeat.
+
+A rule of ours begins step 1 elsewhere: with the latest maps kept that fit. Both searches run, from step 1 to step 2,
+and the better result is taken; `Pooch(start=...)` runs one of them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from math import inf
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap
 from lowtide.core.units import format_seconds
+from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.layout import Course, lay_out
 from lowtide.plan.auto.mix import Discarding, Mix
@@ -34,10 +38,15 @@ EXHAUSTIVE_MAPS = 5
 EVALUATIONS = 96
 EVALUATED_ITEMS = 150_000
 LEAST_EVALUATIONS = 8
+STARTS = ("published", "latest")
 
 
 class Pooch:
-    """Classifies what autograd saved into swapped, kept and recomputed."""
+    """Classifies what autograd saved into swapped, kept and recomputed.
+
+    `start`: where the search begins: "published", with everything swapped; "latest", with the latest maps kept that
+    fit; None: both run, and the better is taken.
+    """
 
     name = "pooch"
     summary = "PoocH: searches for what to swap, keep and recompute by predicted time"
@@ -48,23 +57,30 @@ class Pooch:
         paper="Ito et al., PPoPP 2019 poster, arXiv 1907.05013",
         reconstructed=(
             f"the exhaustive part looks at {EXHAUSTIVE_MAPS} maps; the greedy parts try maps in the order of what "
-            "could be gained at most and take each that helps; keeping the latest maps that fit competes"
+            "could be gained at most and take each that helps; a second search begins with the latest maps kept that "
+            "fit, and the better of the two is taken"
         ),
         recomputes=True,
         victims=Order.FURTHEST,
     )
+
+    def __init__(self, *, start: str | None = None) -> None:
+        if start not in (None, *STARTS):
+            raise BadArgument(f"unknown start {start!r}: choose one of {', '.join(STARTS)}, or None for both")
+        self._starts = STARTS if start is None else (start,)
 
     def plan(self, problem: Problem) -> Plan:
         """Return the classification with the shortest predicted step."""
         if problem.trace.peak_bytes <= problem.budget_bytes:
             return compose(self.name, problem, notes=(FITS,))
         search = _Search(problem)
-        best = search.swap_or_keep()
+        found = [search.swap_or_keep(start) for start in self._starts]
         notes = []
         if problem.can_recompute:
-            best = search.recompute(best)
+            found = [search.recompute(one) for one in found]
         else:
             notes.append("the executor cannot run operators again: maps are swapped or kept")
+        best = min(found, key=lambda one: one.worth)
         kept = len(search.found) - len(best.swaps) - len(best.recomputes)
         notes.insert(
             0,
@@ -98,15 +114,15 @@ class _Search:
         self.trials = 0
         self.all_swapped = self._try(frozenset(), frozenset())
 
-    def swap_or_keep(self) -> _Trial:
-        """Return the best of step 1."""
+    def swap_or_keep(self, start: str) -> _Trial:
+        """Return the best of step 1, which begins as `start` says."""
         end = self.trials + self._evaluations
-        best = min(self.all_swapped, self._try(self._latest_that_fit(), frozenset()), key=lambda one: one.worth)
-        not_hidden = sorted(self._waited_out(self.all_swapped), key=lambda gap: (-self._of[gap].write_s, gap))
-        for count in range(1, min(len(not_hidden), EXHAUSTIVE_MAPS) + 1):
-            for kept in combinations(not_hidden[:EXHAUSTIVE_MAPS], count):
-                if self.trials < end and self._fits(kept):
-                    best = min(best, self._try(frozenset(kept), frozenset()), key=lambda one: one.worth)
+        best = self.all_swapped if start == "published" else self._try(self._latest_that_fit(), frozenset())
+        not_hidden = self._waited_out(best) if start == "published" else set[Gap]()
+        longest = sorted(not_hidden, key=lambda gap: (-self._of[gap].write_s, gap))[:EXHAUSTIVE_MAPS]
+        for kept in (kept for count in range(1, len(longest) + 1) for kept in combinations(longest, count)):
+            if self.trials < end and self._fits(kept):
+                best = min(best, self._try(frozenset(kept), frozenset()), key=lambda one: one.worth)
         improved = True
         while improved and self.trials < end:
             improved = False
@@ -120,7 +136,9 @@ class _Search:
 
     def recompute(self, best: _Trial) -> _Trial:
         """Return the best of step 2, which starts from that of step 1."""
-        discarding = self._discarding = Discarding(self._problem, self._facts, self.found)
+        if self._discarding is None:
+            self._discarding = Discarding(self._problem, self._facts, self.found)
+        discarding = self._discarding
         end = self.trials + self._evaluations
         improved = True
         while improved and self.trials < end:

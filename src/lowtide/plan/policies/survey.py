@@ -6,22 +6,23 @@ Symbols: SO and SI, what is swapped out and in; an operator is *required* while 
    depends on joins SO. What nobody depends on any more leaves at once.
 2. Swap in: what a required operator finds in storage is fetched while it waits. Ahead of that, by dependency: what the
    next `forward_ops` operators read; or by access time: what is read within `forward_s`.
-3. Both, dynamically: a tensor that would be needed again within `interval_s` of leaving is not swappable, and one that
-   a required operator found in storage is not any more.
-4. Both, statically: trial plans are run, and the fastest is kept.
+3. Both, dynamically: a tensor that would be needed again within `interval_s` of the end of its swap-out is not
+   swappable, and one that a required operator found in storage, or still on its way, is not any more.
+4. Both, statically: trial plans are run, and the fastest is kept. Of `count_profile` plans the most promising by
+   prediction are run, one a step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import ClassVar
 
 from lowtide.core.plan import Plan, Prediction, Problem, Swap
 from lowtide.core.timeline import Lane, Timeline
-from lowtide.core.trace import Gap
+from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_seconds
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
@@ -35,6 +36,8 @@ FORWARD_OPS = 4
 # Look-aheads, in operators, and intervals, in round trips of the tensor, that algorithm 4 tries.
 TRIED_FORWARD_OPS = (0, 1, FORWARD_OPS, 16, 64)
 TRIED_ROUND_TRIPS = (0.0, 1.0)
+# So many of the trial plans of algorithm 4 are run, the most promising first.
+RUN_TRIALS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,8 @@ class Settings:
     """What the survey leaves to the user.
 
     `victim`: "lru" or "largest". `forward_ops` or, if not None, `forward_s`: how far ahead reads are asked for.
-    `interval_s`: how soon a tensor may be needed again (None: `round_trips` times both its transfers).
+    `interval_s`: how soon after the end of its swap-out a tensor may be needed again (None: `round_trips` times the
+    time it takes to come back; 0: at any time).
     """
 
     victim: str = "lru"
@@ -69,8 +73,11 @@ def swap_outs(problem: Problem, facts: Sweep, settings: Settings, *, staying: Co
         nbytes = sizes[gap.storage]
         interval_s = settings.interval_s
         if interval_s is None:
-            interval_s = settings.round_trips * (facts.link.write_s(nbytes) + facts.link.read_s(nbytes))
-        return facts.start_s[gap.before_op] - facts.start_s[gap.after_op] >= interval_s
+            interval_s = settings.round_trips * facts.link.read_s(nbytes)
+        if interval_s <= 0:
+            return True
+        swapped_out_s = facts.start_s[gap.after_op] + facts.link.write_s(nbytes)
+        return facts.start_s[gap.before_op] - swapped_out_s >= interval_s
 
     done_with = [gap for gap in gaps if sizes[gap.storage] and not facts.returns(gap) and swappable(gap)]
     change = [0] * (len(trace.ops) + 1)
@@ -176,15 +183,16 @@ class Survey2(_Survey):
 class Survey3(_Survey):
     """Swaps out and in, and learns what is not worth it.
 
-    `interval_s`: what would be needed again within that time stays (None: within the time of its own two transfers).
+    `interval_s`: what would be needed again within that time of its swap-out stays (None: the time it takes to come
+    back). Each kind of step has a memory of its own.
     """
 
     name = "survey3"
     summary = "survey, algorithm 3: keeps what is needed again soon, and what was missed in the last step"
     about = _about(
         Family.JOINT,
-        "pseudo-code only; the interval is the time of both transfers; what was missed is kept from the next step on, "
-        "unless the step would not fit then",
+        "pseudo-code only; the interval is the time of the transfer back; what was missed or came late is kept from "
+        "the next step of its kind on, unless the step would not fit then",
     )
 
     def __init__(
@@ -200,38 +208,53 @@ class Survey3(_Survey):
                 victim=victim, forward_ops=forward_ops, forward_s=forward_s, interval_s=interval_s, round_trips=1.0
             )
         )
-        self._staying: frozenset[int] = frozenset()
+        self._staying: dict[Hashable, frozenset[int]] = {}
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan for a step nothing is known of but its trace."""
-        self._staying = frozenset()
+        self._staying.pop(_kind(problem.trace), None)
         return super().plan(problem)
 
     def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
-        """Return the plan for the next step, in which what was found in storage stays, if that fits."""
+        """Return the plan for the next step, in which what was found in storage or came late stays, if that fits."""
         missed = {
             span.storage
             for span in timeline.spans
-            if span.lane is Lane.IN and span.cause == "demand" and span.storage is not None
+            if span.storage is not None
+            and (
+                (span.lane is Lane.IN and span.cause == "demand")
+                or (span.lane is Lane.STALL and span.cause == "arrival")
+            )
         }
-        staying = self._staying | missed
-        if staying == self._staying:
+        before = self._staying.get(_kind(problem.trace), frozenset())
+        staying = before | missed
+        if staying == before:
             return plan
         revised = self._planned(problem, staying)
         if revised.prediction is None or revised.prediction.peak_bytes > problem.budget_bytes:
             return plan
-        self._staying = staying
+        self._staying[_kind(problem.trace)] = staying
         return revised
 
 
+def _kind(trace: Trace) -> Hashable:
+    """Return what tells the steps of a program apart: their operators."""
+    return tuple(op.name for op in trace.ops)
+
+
 class Survey4(_Survey):
-    """Tries plans with different settings and keeps the fastest. `count_profile`: how many it may try."""
+    """Tries plans with different settings and keeps the fastest. `count_profile`: how many it may try.
+
+    The most promising by prediction comes first; the next few are run in the steps that follow (`observe`), and the one
+    whose step was the shortest stays.
+    """
 
     name = "survey4"
     summary = "survey, algorithm 4: runs trial plans and keeps the fastest"
     about = _about(
         Family.JOINT,
-        "pseudo-code only; trials vary the victim, the look-ahead and the interval; they are predicted, not run",
+        f"pseudo-code only; trials vary the victim, the look-ahead and the interval; all are predicted, and the "
+        f"{RUN_TRIALS} best run",
     )
 
     def __init__(self, *, count_profile: int = 20) -> None:
@@ -239,6 +262,8 @@ class Survey4(_Survey):
         if count_profile < 1:
             raise BadArgument(f"count_profile is {count_profile}: a plan takes 1 trial or more")
         self._count_profile = count_profile
+        self._waiting: dict[Hashable, list[Plan]] = {}
+        self._ran: dict[Hashable, list[tuple[float, Plan]]] = {}
 
     def settings(self) -> tuple[Settings, ...]:
         """Return what is tried, in order."""
@@ -264,9 +289,24 @@ class Survey4(_Survey):
             over_bytes = max(0, prediction.peak_bytes - problem.budget_bytes)
             return (over_bytes, prediction.step_s, prediction.moved_out_bytes)
 
-        prediction, best, swaps = min(trials, key=worth)
-        note = (
-            f"fastest of {len(trials)} trials, {format_seconds(prediction.step_s)}: {best.victim} first, "
-            f"{best.forward_ops} operators ahead, intervals from {best.round_trips:g} round trips on"
-        )
-        return compose(self.name, problem, swaps, notes=(note,), trials=len(trials))
+        plans: dict[tuple[Swap, ...], Plan] = {}
+        for prediction, one, swaps in sorted(trials, key=worth):
+            note = (
+                f"of {len(trials)} trials, {format_seconds(prediction.step_s)}: {one.victim} first, "
+                f"{one.forward_ops} operators ahead, intervals from {one.round_trips:g} round trips on"
+            )
+            plans.setdefault(swaps, compose(self.name, problem, swaps, notes=(note,), trials=len(trials)))
+        best, *others = plans.values()
+        self._waiting[_kind(problem.trace)] = others[: RUN_TRIALS - 1]
+        self._ran[_kind(problem.trace)] = []
+        return best
+
+    def observe(self, problem: Problem, plan: Plan, timeline: Timeline) -> Plan:
+        """Return the next trial, or the fastest of those that ran."""
+        kind = _kind(problem.trace)
+        ran, waiting = self._ran.setdefault(kind, []), self._waiting.get(kind, [])
+        if all(plan.swaps != one.swaps for _, one in ran):
+            ran.append((timeline.step_s, plan))
+        if waiting and timeline.stall_s > 0:
+            return waiting.pop(0)
+        return min(ran, key=lambda one: one[0])[1]

@@ -1,0 +1,287 @@
+"""The audit of the hosted systems: what makes each of them itself is taken out by one line, and a test has to fail.
+
+    python tests/mutations.py                  all of them
+    python tests/mutations.py capuchin pooch   those of some systems
+    python tests/mutations.py --list
+
+A mutation is a text that occurs once in a file of the package, and what it is replaced by. It is applied to a copy; the
+tests named beside it run against that copy, and one of them has to fail. What survives is printed, and the exit code
+is 1 then. `tests/test_mutations.py` holds the list itself against the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "lowtide"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One line taken out of a system: `claim` says what is not true any more."""
+
+    system: str
+    claim: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """Return the file's text with the mutation in it."""
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(
+                f"{self.system}: {self.old!r} occurs {count} times in {self.file}: mend tests/mutations.py"
+            )
+        return text.replace(self.old, self.new)
+
+
+class Verdict(StrEnum):
+    """What became of a mutation."""
+
+    KILLED = "killed"
+    SURVIVED = "SURVIVED"
+    BROKEN = "BROKEN"
+    """No test ran: the mutation, or the list of its tests, is wrong."""
+
+
+def _policy(system: str, claim: str, old: str, new: str, *tests: str, file: str = "") -> Mutation:
+    named = tests or (f"tests/plan/policies/test_{system}.py",)
+    return Mutation(
+        system=system, claim=claim, file=file or f"plan/policies/{system}.py", old=old, new=new, tests=named
+    )
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # ---- Capuchin
+    _policy(
+        "capuchin",
+        "writes are not booked on the link",
+        "        self._out.book(timing.out_start_s, one.write_s)\n",
+        "",
+    ),
+    _policy(
+        "capuchin",
+        "reads are not booked on the link",
+        "            self._back.book(in_start_s, one.read_s)\n",
+        "",
+    ),
+    _policy("capuchin", "MSPS does not count bytes", "one.nbytes / seconds", "1 / seconds"),
+    _policy(
+        "capuchin",
+        "MSPS does not count seconds",
+        "return inf if seconds <= 0 else one.nbytes / seconds",
+        "return inf if seconds <= 0 else one.nbytes",
+    ),
+    _policy(
+        "capuchin",
+        "a late read is not triggered earlier",
+        "_earlier(swap, facts) if at in late else swap",
+        "swap",
+    ),
+    _policy(
+        "capuchin",
+        "the smallest free time comes first",
+        "key=lambda pair: -pair[1].free_s)",
+        "key=lambda pair: pair[1].free_s)",
+    ),
+    # ---- PoocH
+    _policy(
+        "pooch",
+        "the exhaustive search of what was waited for is left out",
+        "for count in range(1, len(longest) + 1)",
+        "for count in range(0)",
+    ),
+    _policy(
+        "pooch",
+        "the greedy search is left out",
+        "            for gap in self._waited_for(best):\n",
+        "            for gap in ():\n",
+    ),
+    _policy(
+        "pooch",
+        "the search that begins with the latest maps kept is left out",
+        "self._starts = STARTS if start is None",
+        "self._starts = STARTS[:1] if start is None",
+    ),
+    _policy(
+        "pooch",
+        "the published search is left out",
+        "self._starts = STARTS if start is None",
+        "self._starts = STARTS[1:] if start is None",
+    ),
+    _policy(
+        "pooch", "nothing is recomputed", "found = [search.recompute(one) for one in found]", "found = list(found)"
+    ),
+    # ---- Meng
+    _policy(
+        "meng",
+        "fitness without the distance of the next use",
+        "(earliest_s - peak_s) ** 2 / uses_left**2 + (allocated_s - peak_s) ** 2",
+        "(allocated_s - peak_s) ** 2",
+    ),
+    _policy(
+        "meng",
+        "fitness without the distance of the allocation",
+        "(earliest_s - peak_s) ** 2 / uses_left**2 + (allocated_s - peak_s) ** 2",
+        "(earliest_s - peak_s) ** 2 / uses_left**2",
+    ),
+    _policy("meng", "fitness without the uses left", "/ uses_left**2", ""),
+    _policy("meng", "short lives are swapped too", " and lifetime_s > LEAST_LIFETIME_S", ""),
+    _policy("meng", "another bandwidth is assumed", "ASSUMED_BYTES_PER_S = 16e9", "ASSUMED_BYTES_PER_S = 4e9"),
+    # ---- moDNN
+    _policy(
+        "modnn",
+        "reads are not late",
+        "comfort_bytes=target_bytes, margin=0.0)",
+        "comfort_bytes=target_bytes, margin=9.0)",
+    ),
+    _policy("modnn", "hardly any target is tried", "TARGETS = 16", "TARGETS = 2"),
+    _policy("modnn", "the most recently used leaves", "gap = waiting[head]", "gap = waiting[-1 - head]"),
+    # ---- SmartPool and AutoSwap
+    _policy(
+        "smartpool",
+        "best fit is first fit",
+        'tightest=fit == "best"',
+        "tightest=False",
+        "tests/plan/views/test_pools.py",
+        file="plan/views/pools.py",
+    ),
+    _policy(
+        "smartpool",
+        "the smallest block is coloured first",
+        "(-blocks[k].nbytes, blocks[k].first_op",
+        "(blocks[k].nbytes, blocks[k].first_op",
+        "tests/plan/views/test_pools.py",
+        file="plan/views/pools.py",
+    ),
+    _policy("autoswap", "SWDOA is not scored again", 'self._area if score == "wdoa" else self._areas()', "self._area"),
+    _policy(
+        "autoswap",
+        "AOA does not count bytes",
+        "absence_s * left.nbytes[open_now], absence_s / left.nbytes[open_now]",
+        "absence_s, absence_s",
+    ),
+    # ---- AccUDNN
+    _policy("accudnn", "what is exposed is not exchanged", "            exposed |= late\n", ""),
+    _policy(
+        "accudnn",
+        "what does not hide goes first",
+        "one.slack_s < 0, not one.worthwhile",
+        "one.slack_s >= 0, not one.worthwhile",
+    ),
+    # ---- TFLMS
+    _policy("tflms", "all memory is used", "MEMORY_SHARE = 0.9", "MEMORY_SHARE = 1.0"),
+    _policy(
+        "tflms",
+        "uses are not grouped",
+        "gap.storage not in seen or gap.before_op - gap.after_op + 1 > knobs.swapin_groupby",
+        "True",
+    ),
+    _policy("tflms", "the threshold is not looked at", "if far and apart", "if apart"),
+    # ---- vDNN
+    _policy(
+        "vdnn",
+        "the rungs with the leanest algorithms are left out",
+        'yield trial(label, leanest(table), "leanest")',
+        "yield from ()",
+    ),
+    _policy(
+        "vdnn",
+        "nobody waits for copies out",
+        "landed_op=landing(ends, gap), arrived_op=arrived_op",
+        "arrived_op=arrived_op",
+    ),
+    _policy(
+        "vdnn",
+        "nobody waits for copies back",
+        "landed_op=landing(ends, gap), arrived_op=arrived_op",
+        "landed_op=landing(ends, gap)",
+    ),
+    # ---- Layrub
+    _policy("layrub", "nobody waits for copies back", "                    arrived_op=arrived_op,\n", ""),
+    _policy("layrub", "nobody waits for copies out", "                    landed_op=landing(ends, gap),\n", ""),
+    # ---- vDNN++
+    _policy("vdnn_pp", "copies are not compressed", "replace(swap, codec=self._codec)", "swap"),
+    _policy("vdnn_pp", "it waits as vDNN does", "synchronous=False", "synchronous=True"),
+    # ---- FlashNeuron
+    _policy(
+        "flashneuron", "the codec is not executed", "codec=sparse if one.csr else IDENTITY.name", "codec=IDENTITY.name"
+    ),
+    _policy("flashneuron", "the pool has one end", "reversed(holes) if high else holes", "holes"),
+    # ---- MindSpore
+    _policy("mindspore", "the heaviest gaps are kept", "(weight(trace, gap), gap))", "(-weight(trace, gap), gap))"),
+    # ---- SwapAdvisor
+    _policy(
+        "swapadvisor", "nothing mutates", "bias + random.gauss(0, BIAS) if random.random() < rate else bias", "bias"
+    ),
+    # ---- Li & Chapman
+    _policy("li_chapman", "near objects leave as well", "return (near, -distance", "return (False, -distance"),
+    _policy("li_chapman", "density does not count", "/ max(density.get(one.gap.storage, 1.0), 1e-9)", ""),
+    # ---- the survey's algorithms
+    _policy(
+        "survey",
+        "largest is least recently used",
+        'order=oldest if settings.victim == "lru" else largest',
+        "order=oldest",
+    ),
+    _policy("survey", "what was missed does not stay", "staying = self._staying | missed", "staying = self._staying"),
+)
+
+
+def judge(mutation: Mutation, *, directory: Path, python: str = sys.executable) -> tuple[Verdict, str]:
+    """Return what becomes of a mutation in a copy of the package below `directory`, and the first test that failed."""
+    copy = directory / "lowtide"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        changed = copy / mutation.file
+        changed.write_text(mutation.applied(changed.read_text()))
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--hypothesis-profile=ci", "--tb=no"]
+        done = subprocess.run(
+            [python, "-m", "pytest", *options, *mutation.tests],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(copy)
+    failed = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    verdicts = {0: Verdict.SURVIVED, 1: Verdict.KILLED}
+    return verdicts.get(done.returncode, Verdict.BROKEN), failed or done.stdout[-200:]
+
+
+def main() -> int:
+    """Judge the mutations that were asked for; return 1 if one of them survives."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("systems", nargs="*", help="only those of these systems")
+    parser.add_argument("--list", action="store_true", help="print what would be tried")
+    asked = parser.parse_args()
+    chosen = [one for one in MUTATIONS if not asked.systems or one.system in asked.systems]
+    if asked.list or not chosen:
+        for one in chosen or MUTATIONS:
+            print(f"{one.system}: {one.claim} ({one.file})")
+        return 0 if chosen else 2
+    alive = 0
+    with tempfile.TemporaryDirectory() as directory:
+        for one in chosen:
+            verdict, why = judge(one, directory=Path(directory))
+            alive += verdict is not Verdict.KILLED
+            print(f"{verdict:9} {one.system}: {one.claim}  {why}", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} mutations are killed")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
