@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-cuda mutations bench lint format clean
+.PHONY: help install demo test test-full test-cuda mutations papers bench lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ test-cuda:  ## the accelerator's tests on a GPU
 
 mutations: $(STAMP)  ## take the hosted systems apart line by line: a test has to fail each time
 	$(BIN)/python tests/mutations.py
+
+papers: $(STAMP)  ## simulate the headlines of the papers and write docs/reproduction.md
+	$(BIN)/python benchmarks/papers.py
 
 bench: $(STAMP)  ## measure against stock PyTorch and others; takes long
 	$(BIN)/python benchmarks/run.py

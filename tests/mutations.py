@@ -235,7 +235,180 @@ MUTATIONS: tuple[Mutation, ...] = (
         'order=oldest if settings.victim == "lru" else largest',
         "order=oldest",
     ),
-    _policy("survey", "what was missed does not stay", "staying = self._staying | missed", "staying = self._staying"),
+    _policy("survey", "what was missed does not stay", "staying = before | missed", "staying = before"),
+    _policy(
+        "survey",
+        "the interval begins with the swap-out",
+        "swapped_out_s = facts.start_s[gap.after_op] + facts.link.write_s(nbytes)",
+        "swapped_out_s = facts.start_s[gap.after_op]",
+    ),
+    _policy("survey", "late prefetches mark nothing", 'span.lane is Lane.STALL and span.cause == "arrival"', "False"),
+    _policy(
+        "survey", "all kinds of steps share what was missed", "return tuple(op.name for op in trace.ops)", "return 0"
+    ),
+    _policy("survey", "trials are not run", "return waiting.pop(0)", "return plan"),
+    _policy("survey", "the last trial stays", "return min(ran, key=lambda one: one[0])[1]", "return plan"),
+    _policy(
+        "survey",
+        "(1) what leaves stays on the device",
+        "        self.device.remove(record)\n",
+        "",
+        "tests/simulate/test_equations.py",
+        file="simulate/equations.py",
+    ),
+    _policy(
+        "survey",
+        "(4) nobody looks into storage",
+        "assert not required & self.storage",
+        "assert not required - required",
+        "tests/simulate/test_equations.py",
+        file="simulate/equations.py",
+    ),
+    # ---- Li & Chapman, MindSpore: where the plan says it
+    _policy(
+        "li_chapman", "sparse objects are copied as well", "ahead = 1 if mode is Mode.EXPLICIT else 0", "ahead = 1"
+    ),
+    _policy(
+        "li_chapman",
+        "the oldest leaves first",
+        "one.gap.storage)\n\n        need",
+        "one.gap.after_op)[::2]\n\n        need",
+    ),
+    _policy("mindspore", "the disk is the host", "dict.fromkeys(found.disk, disk)", "dict.fromkeys(found.disk, host)"),
+    _policy(
+        "mindspore",
+        "the slowest tier is the host",
+        "key=lambda name: (-links[name].read_bytes_per_s, name)",
+        "key=lambda name: (links[name].read_bytes_per_s, name)",
+    ),
+    # ---- unified memory's page model
+    _policy(
+        "unified_memory",
+        "faults cost nothing",
+        "move_s += faults * self._machine.page_fault_s + moved_bytes",
+        "move_s += moved_bytes",
+    ),
+    _policy(
+        "unified_memory", "the most recently used goes", "self._lru.popitem(last=False)", "self._lru.popitem(last=True)"
+    ),
+    # ---- SwapAdvisor
+    _policy("swapadvisor", "children are not crossed", "pair[self._random.randrange(2)] for pair", "pair[0] for pair"),
+    # ---- predictors
+    _policy(
+        "paleo",
+        "compute and traffic always overlap",
+        "if shares.overlap else compute_s + memory_s",
+        "if True else 0.0",
+        "tests/estimate/test_predict.py",
+        file="estimate/predict.py",
+    ),
+    _policy(
+        "paleo",
+        "compute and traffic never overlap",
+        "max(compute_s, memory_s) if shares.overlap",
+        "compute_s + memory_s if shares.overlap",
+        "tests/estimate/test_predict.py",
+        file="estimate/predict.py",
+    ),
+    _policy(
+        "dnnmem",
+        "blocks are not rounded",
+        "        return _up(nbytes, 512)",
+        "        return nbytes",
+        "tests/estimate/predictors/test_allocators.py",
+        file="estimate/predictors/allocators.py",
+    ),
+    _policy(
+        "dnnmem",
+        "neighbours are not joined",
+        "        if chunk.before is not None and chunk.before.free:",
+        "        if False and chunk.before is not None:",
+        "tests/estimate/predictors/test_allocators.py",
+        file="estimate/predictors/allocators.py",
+    ),
+    _policy(
+        "dnnmem",
+        "what is alive before the step is left out",
+        "    if trace.static_bytes > known_bytes:",
+        "    if False:",
+        "tests/estimate/predictors/test_allocators.py",
+        file="estimate/predictors/allocators.py",
+    ),
+    _policy(
+        "daydream",
+        "a task does not wait for its thread",
+        "max((clock.get(task.thread, 0.0), *(ends",
+        "max((0.0, *(ends",
+        "tests/simulate/test_task_graph.py",
+        file="simulate/task_graph.py",
+    ),
+    _policy(
+        "daydream",
+        "nobody waits for what is inserted",
+        "({at} if place in before else set())",
+        "set()",
+        "tests/simulate/test_task_graph.py",
+        file="simulate/task_graph.py",
+    ),
+    _policy(
+        "daydream",
+        "operators do not wait for transfers",
+        "                    after.update(came)\n",
+        "                    pass\n",
+        "tests/simulate/test_task_graph.py",
+        file="simulate/task_graph.py",
+    ),
+    # ---- recomputation
+    _policy("chen", "every other point is kept", "points[:: max(1, ceil(sqrt(len(points))))]", "points[::2]"),
+    _policy("chen", "segments are never closed", "                held = 0\n", "                pass\n"),
+    _policy(
+        "gruslys",
+        "the first state is stored after half of the steps",
+        "return min((y + cost(t - y, m - 1) + cost(y, m), y) for y in range(1, t))",
+        "return (t // 2 + cost(t - t // 2, m - 1) + cost(t // 2, m), t // 2)",
+    ),
+    _policy(
+        "kusumoto",
+        "the block of a set counts once",
+        "2 * (absent @ (self.member * self.nbytes).T)",
+        "1 * (absent @ (self.member * self.nbytes).T)",
+    ),
+    _policy("kusumoto", "boundaries are not kept", "before + self.kept[i, j], far)", "before, far)"),
+    _policy(
+        "echo", "dear operators run again", "sorted(set(values.waiting()) - dear,", "sorted(set(values.waiting()),"
+    ),
+    _policy("echo", "a cone may take more than it frees", "delta_mem >= 0 and ", ""),
+    _policy("echo", "cones may take any time", " and cones_s(values, gone | {k}) <= most_s", ""),
+    _policy(
+        "checkmate",
+        "what is made needs no sources",
+        "                    programme.at_least({**there(s, source), make[s][i]: -1.0}, 0.0)\n",
+        "                    pass\n",
+    ),
+    _policy(
+        "checkmate",
+        "the relaxation is rounded at one threshold",
+        "THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)",
+        "THRESHOLDS = (0.9,)",
+    ),
+    _policy(
+        "layer_budgets", "the link takes everything", "    programme.at_least({**transfers, short: 1.0}, -link_s)\n", ""
+    ),
+    _policy(
+        "layer_budgets",
+        "the dearest goes first",
+        "key=lambda one: (one.cheaper_s / one.one.nbytes, one.one.gap)",
+        "key=lambda one: (-one.cheaper_s / one.one.nbytes, one.one.gap)",
+    ),
+    # ---- plans are followed
+    _policy(
+        "runtime",
+        "no plan is followed",
+        "            self._next_plan = followed\n",
+        "            pass\n",
+        "tests/bitwise/test_literature.py::test_losses_gradients_and_parameters_are_stocks[cnn-capuchin]",
+        file="execute/tide/cpu.py",
+    ),
 )
 
 

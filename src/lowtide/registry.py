@@ -55,6 +55,7 @@ _BUILTIN_POLICIES = {
     "autotm_async": "lowtide.plan.policies.autotm:AutoTmAsynchronous",
     "autotm_static": "lowtide.plan.policies.autotm:AutoTmStatic",
     "activation_budget": "lowtide.plan.policies.activation_budget:ActivationBudget",
+    "layer_budgets": "lowtide.plan.policies.layer_budgets:LayerBudgets",
     "checkmate": "lowtide.plan.policies.checkmate:Checkmate",
     "checkmate_lp": "lowtide.plan.policies.checkmate:CheckmateLp",
     "poet": "lowtide.plan.policies.poet:Poet",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import lowtide
+from lowtide.core.step_record import StepRecord
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.policy import Policy
 from tests.bitwise.architectures import ARCHITECTURES
@@ -37,6 +38,7 @@ class Outcome:
 
     record: Record = field(default_factory=Record)
     stats: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
     static_bytes: int = 0
     largest_op_bytes: int = 0
 
@@ -98,6 +100,7 @@ def managed(
             verify=verify,
             recompute=recompute,
         ) as tide:
+            tide.on_step(outcome.steps.append)
 
             def note_floor() -> None:
                 # Not every step is recorded, and what is alive between steps grows with gradients and optimizer state.

@@ -1,4 +1,4 @@
-"""Training under the policies of the literature is stock's, to the bit."""
+"""Training under the policies of the literature is stock's, to the bit, and follows their plans."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def test_losses_gradients_and_parameters_are_stocks(name: str, policy: str, tmp_
     assert outcome.stats["budget_bytes"] < need(name).peak_bytes
     assert outcome.stats["swapped_out_bytes"] > 0  # of the recorded steps, where all else is made again
     assert outcome.stats["peak_reserved_bytes"] <= outcome.stats["budget_bytes"]
+    if any(outcome.stats[what] for what in ("planned_swaps", "planned_recomputes", "planned_places")):
+        assert outcome.steps[-1].planned, "its plan was followed to the end of the step"
 
 
 @pytest.mark.parametrize("policy", UNBOUNDED)

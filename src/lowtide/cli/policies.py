@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,4 +53,5 @@ def _row(policy: Policy) -> dict[str, Any]:
         "paper": about.paper,
         "reconstructed": about.reconstructed,
         "adapts": about.adapts,
+        "classified": None if about.classified is None else asdict(about.classified),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from lowtide.core.order import Order as Order
 from lowtide.core.plan import Plan, Problem
@@ -37,6 +37,27 @@ class Family(StrEnum):
     PLACEMENT = "placement"
 
 
+Granularity = Literal["tensor", "layer", "page"]
+MemoryKind = Literal["device and host", "device and drive", "fast and slow memory", "one memory"]
+Moment = Literal["static", "dynamic"]
+Objective = Literal["time", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classified:
+    """Where a system stands in the survey's own tables (Gao et al., Journal of Software 34(12), 2023).
+
+    `granularity`: what it decides about. `memory`: between which kinds it moves things; "fast and slow memory" is read
+    in place, "one memory" is that of systems that only recompute. `moment`: "static" where all is decided before the
+    step, "dynamic" where steps or faults change it. `objective`: the least time in a memory, or the least memory.
+    """
+
+    granularity: Granularity
+    memory: MemoryKind
+    moment: Moment
+    objective: Objective
+
+
 ACTIVATIONS = frozenset({Kind.ACTIVATION})
 """What systems know that move what forward leaves for backward, and nothing else."""
 
@@ -59,7 +80,7 @@ class About:
     moves things whatever the budget is). `recomputes`: its plans run operators again, where nobody forbids it.
     `discards_victims`: what it gives up when memory runs out is not written but made again. `victims`: in which order,
     unless it `ChoosesVictims` itself.
-    `kinds` are the storages it decides about (None: all that can move).
+    `kinds` are the storages it decides about (None: all that can move). `classified`: its place in the survey's tables.
     """
 
     family: Family
@@ -71,6 +92,7 @@ class About:
     discards_victims: bool = False
     victims: Order = Order.OLDEST
     kinds: frozenset[Kind] | None = None
+    classified: Classified | None = None
 
 
 class View(Protocol):

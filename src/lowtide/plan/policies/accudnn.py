@@ -27,7 +27,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 
 ROUNDS = 8
 # An operator that takes less of the step than this is left out of the quality of a fit: clocks do not resolve it.
@@ -42,6 +42,7 @@ class AccUdnn:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Guo et al., ICCD 2019",
         reconstructed=(

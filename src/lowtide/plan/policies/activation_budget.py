@@ -12,7 +12,7 @@ import numpy as np
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.values import Values
 
 # The knapsack's capacity in steps: bytes are rounded up to one of them.
@@ -29,6 +29,7 @@ class ActivationBudget:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="PyTorch, torch._functorch.config.activation_memory_budget",
         reconstructed=(

@@ -26,7 +26,7 @@ from lowtide.plan.policies.belady import furthest_next_use
 from lowtide.plan.policies.capuchin import Capuchin, triggered_earlier
 from lowtide.plan.policies.pooch import Pooch
 from lowtide.plan.policies.swap_all import one_use_ahead
-from lowtide.plan.policy import About, Family, Order, Runs
+from lowtide.plan.policy import About, Classified, Family, Order, Runs
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
@@ -46,6 +46,7 @@ class Auto:
     summary = "swaps what hides best, recomputes where swaps would stall, leaves alone what fits (the default)"
     about = About(
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         recomputes=True,
         victims=Order.FURTHEST_CHEAPEST,

@@ -30,7 +30,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import Candidate, candidates
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.pools import blocks_of, colour
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
@@ -52,6 +52,7 @@ class AutoSwap:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Zhang et al., arXiv 1903.06631",
         reconstructed=(

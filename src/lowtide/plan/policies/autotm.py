@@ -29,7 +29,7 @@ from enum import StrEnum
 from lowtide.core.plan import Place, Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.programme import Programme, Solution
 from lowtide.plan.views.pools import Block, colour
 from lowtide.plan.views.slow_memory import Course, SlowMemory
@@ -70,6 +70,7 @@ class AutoTm:
     summary = "slow memory read in place: an integer programme places and moves every storage, moves are waited for"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="tensor", memory="fast and slow memory", moment="static", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="AutoTM (Hildebrand et al., ASPLOS 2020)",
         reconstructed="kernel times by placement are a roofline unless measured; pairs of operands stand for all "

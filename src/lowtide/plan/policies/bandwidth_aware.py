@@ -13,7 +13,7 @@ from lowtide.core.plan import Plan, Problem
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import NOTHING_SLOW, compose
 from lowtide.plan.policies.first_touch import FirstTouch
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import SlowMemory
 
 MODES = ("interleave", "random", "local")
@@ -26,6 +26,7 @@ class BandwidthAware:
     summary = "slow memory read in place: every storage has pages in both memories, in the ratio of their bandwidths"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="static", objective="time"),
         runs=(Runs.SIMULATED,),
         paper="Yu, Park and Baek, ICS 2017",
         reconstructed="the slow memory's bandwidth is the mean of its reads and writes; its migration towards the "

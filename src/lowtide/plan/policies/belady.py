@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Order, Runs
+from lowtide.plan.policy import About, Classified, Family, Order, Runs
 
 
 class Belady:
@@ -21,6 +21,7 @@ class Belady:
     summary = "Belady's MIN: evicts the furthest next use when memory runs out, fetches on demand"
     about = About(
         family=Family.BASELINE,
+        classified=Classified(granularity="tensor", memory="device and host", moment="dynamic", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Belady, IBM Systems Journal 5(2), 1966",
         victims=Order.FURTHEST,

@@ -30,7 +30,7 @@ from lowtide.plan.auto.mix import Discarding
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs, activation_gaps
 from lowtide.plan.views.lineage import Lineage, alive_when
 
 # How much earlier a late read is triggered in the next step, as a share of its SwapTime (section 5 of the paper).
@@ -49,6 +49,7 @@ class Capuchin:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="dynamic", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Peng et al., ASPLOS 2020",
         reconstructed=(

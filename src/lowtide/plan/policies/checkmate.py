@@ -27,7 +27,7 @@ from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
 from lowtide.plan.costs.options import link_to
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.programme import Programme, Solution
 from lowtide.plan.views.values import Values
 
@@ -264,6 +264,7 @@ class Checkmate:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Jain et al., MLSys 2020",
         reconstructed=(
@@ -287,6 +288,7 @@ class CheckmateLp:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Jain et al., MLSys 2020",
         reconstructed="as checkmate; of the thresholds and of 0.9 and less of the budget the fastest plan that fits",

@@ -18,7 +18,7 @@ from math import ceil, sqrt
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.values import Values
 
 # The limits that the greedy tries, as shares of all bytes that wait.
@@ -33,6 +33,7 @@ class ChenSqrt:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="layer", memory="one memory", moment="static", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Chen et al., arXiv 1604.06174, 2016",
         reconstructed="nothing is discarded while the step fits; a segment made again is kept until its last use",
@@ -67,6 +68,7 @@ class ChenGreedy:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="layer", memory="one memory", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Chen et al., arXiv 1604.06174, 2016",
         reconstructed=f"{LIMITS} limits are tried; the fastest plan that fits wins",

@@ -15,7 +15,7 @@ from itertools import pairwise
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import nothing_to_place
 from lowtide.plan.policies.sentinel import Profile, Sentinel
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 
 # A reuse time is frequent if it has at least this share of the most frequent one's count.
 FREQUENT = 0.1
@@ -28,6 +28,7 @@ class Cori:
     summary = "slow memory read in place: Sentinel with an interval found from how soon storages are used again"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Cori (Doudali et al., IPDPS 2021, arXiv 2101.07200)",
         reconstructed="the bins are reuse times in layers; the first of two trials that is no better ends the search",

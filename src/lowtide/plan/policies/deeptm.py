@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lowtide.core.plan import Place, Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.programme import Programme, Solution
 from lowtide.plan.rl.agent import Agent, Network, Saved, Still
 from lowtide.plan.rl.game import Game
@@ -33,6 +33,7 @@ class DeepTm:
     )
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="DeepTM (Zhou et al., IEEE TPDS 2024)",
         reconstructed="everything but the abstract: the four characteristics (access, size, lifetime, reuse distance), "

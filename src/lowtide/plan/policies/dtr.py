@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.errors import BadArgument
-from lowtide.plan.policy import About, Family, Order, Runs
+from lowtide.plan.policy import About, Classified, Family, Order, Runs
 
 HEURISTICS = {
     "dtr": Order.CHEAPEST_STALE,
@@ -32,6 +32,7 @@ class Dtr:
     summary = "DTR: when memory runs out, discards what is cheap to make again, large and stale"
     about = About(
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="dynamic", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Kirisame et al., ICLR 2021",
         reconstructed=(

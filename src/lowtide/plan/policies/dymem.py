@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps
 
 # The largest with which it takes no more memory than vDNN on ResNet, Inception and DenseNet, as its paper reports.
@@ -25,6 +25,7 @@ class Dymem:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Yang & Cheng, HPDC 2020",
         reconstructed=f"all but the two rules, known from a survey only; the distance of {DISTANCE_OPS} operators",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.layers import LayerKind, kind_of
 from lowtide.plan.views.values import Values
 
@@ -26,6 +26,7 @@ class Echo:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="static", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Zheng et al., ISCA 2020",
         reconstructed=(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import SlowMemory
 
 
@@ -18,6 +18,7 @@ class FirstTouch:
     summary = "slow memory read in place: fast memory is filled in the order of allocation, nothing moves"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="the default of Linux on NUMA machines",
         reconstructed="what an operator needs beside its operands always finds fast memory",

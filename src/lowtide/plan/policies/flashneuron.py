@@ -29,7 +29,7 @@ from lowtide.core.trace import Gap, Phase, Trace
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep, link_of
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps, relu_results
 
 # The paper's share of the free memory that is left to saved tensors, and what follows where that does not fit.
@@ -189,6 +189,7 @@ class FlashNeuron:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and drive", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Bae et al., FAST 2021",
         reconstructed=(

@@ -18,7 +18,7 @@ from functools import cache
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.values import Values
 
 # The table has as many rows as there are time steps: longer chains are taken several steps at a time.
@@ -90,6 +90,7 @@ class Gruslys:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="layer", memory="one memory", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Gruslys et al., NIPS 2016",
         reconstructed=(

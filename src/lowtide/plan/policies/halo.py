@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
 from lowtide.plan.policies.first_touch import FirstTouch
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import SlowMemory
 
 
@@ -21,6 +21,7 @@ class Halo:
     summary = "slow memory read in place: what gains most per byte and lifetime is in fast memory, or moves in later"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="tensor", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="HALO (Han et al., IEEE TC 2020)",
         reconstructed="the benefit is a roofline's; the order of packing; migrations are waited for and have to pay "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.units import format_bytes
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Order, Runs
+from lowtide.plan.policy import About, Classified, Family, Order, Runs
 
 
 class InfiniteMemory:
@@ -13,7 +13,12 @@ class InfiniteMemory:
 
     name = "infinite_memory"
     summary = "the bound: nothing is moved, as if memory were endless"
-    about = About(family=Family.BASELINE, runs=(Runs.MODEL,), victims=Order.NOTHING)
+    about = About(
+        family=Family.BASELINE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="static", objective="time"),
+        runs=(Runs.MODEL,),
+        victims=Order.NOTHING,
+    )
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions; its prediction may pass the budget, and says so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Order, Runs
+from lowtide.plan.policy import About, Classified, Family, Order, Runs
 
 
 class KeepAll:
@@ -12,7 +12,12 @@ class KeepAll:
 
     name = "keep_all"
     summary = "moves nothing: the step has to fit as it is"
-    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED), victims=Order.NOTHING)
+    about = About(
+        family=Family.BASELINE,
+        classified=Classified(granularity="tensor", memory="one memory", moment="static", objective="time"),
+        runs=(Runs.REAL, Runs.SIMULATED),
+        victims=Order.NOTHING,
+    )
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions."""

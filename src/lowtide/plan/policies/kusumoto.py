@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.values import Values
 
 # All times together are about this many steps of t for each value.
@@ -181,6 +181,7 @@ class Kusumoto:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,
+        classified=Classified(granularity="layer", memory="one memory", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Kusumoto et al., NeurIPS 2019",
         reconstructed=(

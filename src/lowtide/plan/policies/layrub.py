@@ -20,7 +20,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps, layers_of, step_at
 
 _STRATEGIES = ("hybrid", "inter", "intra")
@@ -75,6 +75,7 @@ class Layrub:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,
+        classified=Classified(granularity="layer", memory="device and host", moment="static", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Jin et al., ACM TACO 15(3), 2018",
         reconstructed=(

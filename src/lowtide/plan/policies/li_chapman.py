@@ -29,7 +29,7 @@ from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.unified_memory import paging
 from lowtide.plan.policies.vdnn import that_fit
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.layers import LayerKind, kind_of
 
 
@@ -100,6 +100,7 @@ class LiChapman:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.SWAP_IN,
+        classified=Classified(granularity="page", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED, Runs.MODEL),
         paper="Li & Chapman, SC 2019",
         reconstructed=(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.core.plan import Plan, Problem
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 
 
 class Lru:
@@ -11,7 +11,11 @@ class Lru:
 
     name = "lru"
     summary = "reactive: gives up the least recently used when memory runs out"
-    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED))
+    about = About(
+        family=Family.BASELINE,
+        classified=Classified(granularity="tensor", memory="device and host", moment="dynamic", objective="time"),
+        runs=(Runs.REAL, Runs.SIMULATED),
+    )
 
     def plan(self, problem: Problem) -> Plan:
         """Return a plan without decisions or prediction: what moves is only known when it happens."""

@@ -25,7 +25,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs, activation_gaps
 from lowtide.plan.views.layers import crossing_gaps
 from lowtide.plan.views.lineage import Lineage, alive_when
 
@@ -49,6 +49,7 @@ class Meng:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Meng et al., NIPS ML Systems workshop 2017; TensorFlow's memory optimizer",
         reconstructed=(

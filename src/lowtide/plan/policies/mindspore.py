@@ -25,7 +25,7 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 
 # MindSpore's own constants: the first distance is N over this factor, and none goes below the bound.
 DISTANCE_FACTOR = 3
@@ -87,6 +87,7 @@ class MindSporeMemReuse(_MindSpore):
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
         reconstructed=f"both thresholds fall together, in {RETREATS} equal parts of their way",
@@ -121,6 +122,7 @@ class MindSporeOffload(_MindSpore):
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
         reconstructed="the first gap that does not fit ends the keeping; parameters stay, MindSpore moves them too",
@@ -188,6 +190,7 @@ class MindSporeGsm(_MindSpore):
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper=_PAPER,
         reconstructed=(

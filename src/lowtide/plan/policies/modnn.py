@@ -22,7 +22,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.auto.choose import candidates
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs, activation_gaps
 from lowtide.plan.views.algorithms import Table, fastest, with_algorithms
 
 # Targets are this share of the way from the floor to the peak apart. They do not depend on the budget: a larger budget
@@ -94,6 +94,7 @@ class Modnn:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="layer", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Chen et al., DATE 2018; IEEE TPDS 2019",
         reconstructed=(

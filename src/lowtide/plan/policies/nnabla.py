@@ -16,7 +16,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 
 
 class Nnabla:
@@ -27,6 +27,7 @@ class Nnabla:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Sony, arXiv 2010.14109, 2020",
         reconstructed=(

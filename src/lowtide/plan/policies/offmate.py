@@ -9,7 +9,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.policies.checkmate import MOST_BLOCKS, Paging, solved
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 
 
 class OffMate:
@@ -20,6 +20,7 @@ class OffMate:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="OffMate, of Rockmate's line: known from one sentence",
         reconstructed=(

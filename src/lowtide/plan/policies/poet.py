@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.policies.checkmate import MOST_BLOCKS, Paging, solved
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 
 
 class Poet:
@@ -16,6 +16,7 @@ class Poet:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and drive", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Patil et al., ICML 2022",
         reconstructed=(

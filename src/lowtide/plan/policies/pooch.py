@@ -30,7 +30,7 @@ from lowtide.plan.auto.mix import Discarding, Mix
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Outcome, Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 
 # Of L_O, the maps whose copies out take longest are searched exhaustively.
 EXHAUSTIVE_MAPS = 5
@@ -53,6 +53,7 @@ class Pooch:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Ito et al., PPoPP 2019 poster, arXiv 1907.05013",
         reconstructed=(

@@ -21,7 +21,7 @@ from lowtide.core.plan import Place, Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import Course, SlowMemory, layer_of, layer_starts
 
 # Lengths that are tried at most, spread over those that are possible.
@@ -46,6 +46,7 @@ class Sentinel:
     summary = "slow memory read in place: long-lived storages migrate by intervals of layers, short-lived never do"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Sentinel (Ren et al., HPCA 2021, arXiv 1909.05182)",
         reconstructed="a layer is a stretch of operators of one module; groups are formed by equal first and last "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Kind
 from lowtide.plan.compose import compose, nothing_to_place
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import SlowMemory
 
 # What a training script would advise: state that every step reads and writes is hot, early activations are cold.
@@ -32,6 +32,7 @@ class Soft2Lm:
     summary = "slow memory read in place: filled by advice on kinds of storages, few pages a second move to fast memory"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Soft2LM (Giardino et al., NAS 2016)",
         reconstructed="the advice for training; the threshold is a share of the step; the rate is that of the paper, "

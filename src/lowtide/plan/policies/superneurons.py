@@ -23,7 +23,7 @@ from lowtide.core.units import format_bytes
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.rerun import Reruns
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs, activation_gaps
 from lowtide.plan.views.layers import LayerKind, crossing_gaps, kind_of
 from lowtide.plan.views.lineage import Lineage
 
@@ -42,6 +42,7 @@ class SuperNeurons:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="layer", memory="device and host", moment="dynamic", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Wang et al., PPoPP 2018",
         reconstructed=(

@@ -28,7 +28,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.vdnn import that_fit
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 from lowtide.plan.views.evictions import evictions
 
 VICTIMS = ("lru", "largest")
@@ -145,6 +145,7 @@ def _about(family: Family, reconstructed: str) -> About:
     return About(
         kinds=ACTIVATIONS,
         family=family,
+        classified=Classified(granularity="tensor", memory="device and host", moment="dynamic", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Gao et al., Journal of Software 34(12), 2023",
         reconstructed=reconstructed,

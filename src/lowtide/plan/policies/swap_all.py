@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 
 
 class SwapAll:
@@ -20,7 +20,12 @@ class SwapAll:
 
     name = "swap_all"
     summary = "swaps every gap, fetched one use ahead"
-    about = About(family=Family.BASELINE, runs=(Runs.REAL, Runs.SIMULATED), adapts=False)
+    about = About(
+        family=Family.BASELINE,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="memory"),
+        runs=(Runs.REAL, Runs.SIMULATED),
+        adapts=False,
+    )
 
     def plan(self, problem: Problem) -> Plan:
         """Return a swap for every gap of the trace."""

@@ -22,7 +22,7 @@ from lowtide.plan.auto.choose import Candidate, candidates, choose
 from lowtide.plan.auto.layout import lay_out
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 
 POPULATION = 12
 SURVIVORS = 4
@@ -56,6 +56,7 @@ class SwapAdvisor:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Huang et al., ASPLOS 2020",
         reconstructed=(

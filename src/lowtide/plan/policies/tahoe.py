@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import Course, SlowMemory
 
 # How many nodes a knapsack may look at before it takes the best it has.
@@ -25,6 +25,7 @@ class Tahoe:
     summary = "slow memory read in place: a knapsack chooses what is in fast memory in each window of the step"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="tensor", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Tahoe (Wu, Ren and Li, SC 2018)",
         reconstructed="a window is an equal part of the step's time; times come from the roofline, not from counters "

@@ -23,7 +23,7 @@ from itertools import accumulate
 from lowtide.core.plan import Plan, Problem, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.plan.compose import FITS, compose
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Order, Runs, activation_gaps
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
 
 MEMORY_SHARE = 0.9
 FIRST_AHEAD = 3
@@ -57,6 +57,7 @@ class Tflms:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Le et al., ISMM 2019",
         reconstructed=(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from lowtide.core.plan import Place, Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
 from lowtide.plan.costs.curve import Curve
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import Course, SlowMemory
 
 
@@ -22,6 +22,7 @@ class TierTrain:
     summary = "slow memory below DRAM: idle storages leave and return by queues, the rest is in place; a reconstruction"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="tensor", memory="fast and slow memory", moment="static", objective="memory"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="TierTrain (Intel, ISMM 2025)",
         reconstructed="all but the abstract: which tensors leave, how early they return (twice their transfer), and "

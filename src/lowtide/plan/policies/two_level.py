@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lowtide.core.plan import Plan, Problem
 from lowtide.plan.compose import compose, nothing_to_place
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.slow_memory import Course, SlowMemory
 
 
@@ -19,6 +19,7 @@ class TwoLevel:
     summary = "slow memory under a hardware cache (2LM): the least recently used is written back, misses are waited for"
     about = About(
         family=Family.PLACEMENT,
+        classified=Classified(granularity="page", memory="fast and slow memory", moment="dynamic", objective="time"),
         runs=(Runs.EMULATED, Runs.SIMULATED),
         paper="Intel Optane Memory Mode, as AutoTM compares with it",
         reconstructed="whole storages instead of lines of 64 bytes, least recently used instead of direct mapping; "

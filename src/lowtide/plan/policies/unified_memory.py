@@ -21,7 +21,7 @@ from lowtide.core.trace import Op
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import link_of
-from lowtide.plan.policy import About, Family, Runs
+from lowtide.plan.policy import About, Classified, Family, Runs
 from lowtide.plan.views.evictions import evictions
 
 # Memory is followed in at most about so many pieces: pages are gathered to larger ones for that, but counted as pages.
@@ -201,6 +201,7 @@ class UnifiedMemory:
     summary = "unified memory: reactive, the least recently used makes room; faults as a page model"
     about = About(
         family=Family.BASELINE,
+        classified=Classified(granularity="page", memory="device and host", moment="dynamic", objective="time"),
         runs=(Runs.SIMULATED, Runs.MODEL),
         paper="CUDA unified memory",
         reconstructed=(
@@ -224,6 +225,7 @@ class UnifiedMemoryHints(UnifiedMemory):
     summary = "unified memory with hints: the least recently used makes room, operands come one operator ahead"
     about = About(
         family=Family.BASELINE,
+        classified=Classified(granularity="page", memory="device and host", moment="dynamic", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED, Runs.MODEL),
         paper="CUDA unified memory, cudaMemPrefetchAsync",
         reconstructed="whole storages move; the figures of pages in the plan's notes are a model",

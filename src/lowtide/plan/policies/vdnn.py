@@ -22,7 +22,7 @@ from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.sweep import predict
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.algorithms import Table, fastest, fastest_within, leanest, with_algorithms
 from lowtide.plan.views.layers import Layer, LayerKind, crossing_gaps, layers_of, step_at
 
@@ -165,6 +165,7 @@ class _Vdnn:
     about: ClassVar[About] = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,
+        classified=Classified(granularity="layer", memory="device and host", moment="static", objective="memory"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Rhu et al., MICRO 2016",
         reconstructed=(

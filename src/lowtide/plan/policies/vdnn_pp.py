@@ -25,7 +25,7 @@ from lowtide.plan.policies.vdnn import (
     offload_none,
     transfers,
 )
-from lowtide.plan.policy import ACTIVATIONS, About, Family, Runs
+from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.layers import Layer, LayerKind, layers_of
 
 
@@ -67,6 +67,7 @@ class VdnnPlusPlus:
     about = About(
         kinds=ACTIVATIONS,
         family=Family.SWAP_IN,
+        classified=Classified(granularity="layer", memory="device and host", moment="static", objective="time"),
         runs=(Runs.REAL, Runs.SIMULATED),
         paper="Shriram et al., IPDPS 2019",
         reconstructed=(
