@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
-    "resnet18": {"batch": 16, "image": 96},
-    "seq2seq": {"batch": 32, "tokens": 16},
-    "gpt": {"batch": 8, "layers": 4, "width": 256, "heads": 4, "tokens": 128},
+    "resnet18": {"batch": 16, "image": 64},
+    "seq2seq": {"batch": 32, "width": 256, "vocab": 4000, "tokens": 12},
+    "gpt": {"batch": 8, "layers": 4, "width": 256, "heads": 4, "tokens": 128, "vocab": 8000},
 }
 SHARES = (0.2, 0.4, 0.6)
 POLICIES = (

@@ -69,6 +69,7 @@ MAY_IMPORT = {
     "plan": {"core"},
     "tiers": {"codecs", "core"},
     "memory": {"codecs", "compiled", "core", "tiers"},
+    "paging": {"compiled", "core"},
     "estimate": {"core", "tiers"},
     "capture": {"autograd", "core", "estimate"},
     "residency": {"capture", "core", "plan"},
