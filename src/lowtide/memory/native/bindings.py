@@ -92,6 +92,7 @@ class RangeCounters:
 
     `written` and `read` are what tiers had of it. `encoded` bytes passed through a codec on their way out, `decoded`
     on their way back; `unencoded` were to and went as they were, for the codec did not shorten or could not hold them.
+    Of `read`, `excerpted` bytes were read for one operator only, which used a part of a range.
     """
 
     leaving: int
@@ -123,6 +124,7 @@ class RangeCounters:
     encoded: int
     decoded: int
     unencoded: int
+    excerpted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

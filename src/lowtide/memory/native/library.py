@@ -14,6 +14,7 @@ _CORE_HEADERS = (
     "call.h",
     "checksum.h",
     "coder.h",
+    "excerpt.h",
     "lowtide.h",
     "meter.h",
     "neighbourhoods.h",

@@ -169,6 +169,7 @@ struct Hold {
 
 struct Use : at::ObserverContext {
   std::vector<Hold> holds;
+  std::vector<Excerpt> excerpts;  // if it is the outermost; see Note [Excerpts]
   SlowUse slow;                // if it is the outermost, and some of its operands are in slow memory
   const SlowRates* rates = nullptr;
   int64_t began_ns = 0, stalled_ns = 0;
@@ -298,6 +299,99 @@ Due due_before(const std::vector<Touched>& single, const std::vector<Touched>& l
   return due;
 }
 
+const Excerpt* excerpt_of(const Use* use, const void* data) {
+  if (!use) return nullptr;
+  for (const Excerpt& excerpt : use->excerpts)
+    if (excerpt.data == data) return &excerpt;
+  return nullptr;
+}
+
+bool is_excerpted(const c10::IValue& value) {
+  if (!outermost || outermost->excerpts.empty() || !value.isTensor() || !value.toTensor().defined()) return false;
+  const at::Tensor& tensor = value.toTensor();
+  return tensor.has_storage() && excerpt_of(outermost, tensor.storage().data());
+}
+
+// The pages of the rows that `indices` look up. False: it cannot be told.
+bool add_rows(Excerpt& excerpt, const at::Tensor& table, const at::Tensor& indices) {
+  constexpr int64_t kMost = 4096;
+  if (!indices.defined() || !indices.device().is_cpu() || indices.layout() != at::kStrided || !indices.is_contiguous())
+    return false;
+  bool wide = indices.scalar_type() == at::kLong;
+  if ((!wide && indices.scalar_type() != at::kInt) || indices.numel() > kMost) return false;
+  if (table.dim() < 1 || !table.is_contiguous() || table.numel() == 0) return false;
+  // Memory that could be away itself is not looked at here, under a lock that its fault would need.
+  if (indices.storage().nbytes() >= static_cast<size_t>(kLarge / 2)) return false;
+  int64_t rows = table.size(0), row = static_cast<int64_t>(table.nbytes()) / rows;
+  int64_t first = table.storage_offset() * static_cast<int64_t>(table.itemsize());
+  const void* data = indices.const_data_ptr();
+  for (int64_t i = 0; i < indices.numel(); ++i) {
+    int64_t index = wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    if (index < 0 || index >= rows) return false;  // the operator's error
+    add_bytes(excerpt, first + index * row, first + (index + 1) * row);
+  }
+  join_runs(excerpt.runs);
+  return true;
+}
+
+// The pages that a tensor which is a slice of its storage lies in.
+void add_slice(Excerpt& excerpt, const at::Tensor& slice) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < slice.dim(); ++i) last += (slice.size(i) - 1) * slice.stride(i);
+  auto itemsize = static_cast<int64_t>(slice.itemsize());
+  add_bytes(excerpt, slice.storage_offset() * itemsize, (slice.storage_offset() + last + 1) * itemsize);
+}
+
+// The tables and blocks of which an operator reads a part only: it has no other operand in them, and changes none.
+std::vector<Excerpt> excerpts_of(
+    const at::RecordFunction& fn, c10::ArrayRef<const c10::IValue> inputs, const std::vector<Touched>& single,
+    const std::vector<Touched>& listed) {
+  std::vector<Excerpt> found;
+  size_t indices = std::strcmp(fn.name(), "aten::embedding") == 0 ? 1
+      : std::strcmp(fn.name(), "aten::index_select") == 0          ? 2
+                                                                  : 0;
+  bool of_rows = indices == 1 || (indices == 2 && inputs.size() > 1 && inputs[1].isInt() && inputs[1].toInt() == 0);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].isTensor()) continue;
+    const at::Tensor& tensor = inputs[i].toTensor();
+    Range* range = range_of(tensor);
+    if (!range || !ranges().has_excerpts(range) || tensor.layout() != at::kStrided || tensor.numel() == 0) continue;
+    if (range->place != Place::kAway && range->place != Place::kHere) continue;
+    auto is_it = [&](const Touched& each) { return each.range == range; };
+    auto once = std::find_if(single.begin(), single.end(), is_it);
+    if (once == single.end() || once->changes || std::any_of(std::next(once), single.end(), is_it) ||
+        std::any_of(listed.begin(), listed.end(), is_it))
+      continue;
+    Excerpt excerpt{range, range->serial, range->data, of_rows && i == 0, {}};
+    if (excerpt.rows) {
+      bool known = indices < inputs.size() && inputs[indices].isTensor() &&
+          add_rows(excerpt, tensor, inputs[indices].toTensor());
+      if (known && is_worth(excerpt, 2)) found.push_back(std::move(excerpt));
+    } else {
+      add_slice(excerpt, tensor);
+      if (is_worth(excerpt, 5) && !ranges().all_fits()) found.push_back(std::move(excerpt));
+    }
+  }
+  return found;
+}
+
+// Hold what an operator needs only a part of, and take it out of what is brought back whole.
+void excerpt(
+    const at::RecordFunction& fn, c10::ArrayRef<const c10::IValue> inputs, std::vector<Touched>& single,
+    const std::vector<Touched>& listed, Use& use, std::unique_lock<std::mutex>& guard) {
+  std::vector<Excerpt> wanted = excerpts_of(fn, inputs, single, listed);
+  for (Excerpt& each : wanted) {
+    ranges().pin(each.range);
+    bool held = each.range->place == Place::kHere || ranges().excerpt_waiting(each, guard);
+    if (held) {
+      use.excerpts.push_back(each);
+      std::erase_if(single, [&](const Touched& touched) { return touched.range == each.range; });
+    } else if (each.range->serial == each.serial) {
+      ranges().unpin(each.range);
+    }
+  }
+}
+
 // See Note [Announcing].
 void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   Ranges& all = ranges();
@@ -344,6 +438,10 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   }
   if (remembers) use.call = remember(fn, facts.repeats, use.stamp, schedule().operators());
   if (of_step) schedule().on_call(use.call);
+  if (begins && !remaking && !remembers && !c10::GradMode::is_enabled())
+    excerpt(fn, inputs, single, listed, use, guard);
+  else if (outermost && !outermost->excerpts.empty())
+    std::erase_if(single, [](const Touched& each) { return !each.changes && excerpt_of(outermost, each.range->data); });
   int64_t stamp = outermost ? outermost->stamp : begins ? use.stamp : ++all.write_clock;
   int64_t list_bytes = 0;
   for (const Touched& operand : listed) {
@@ -448,7 +546,8 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
     }
   }
   if (log && with_operands && function && (!touch || facts.touches || !facts.computes))
-    for (const auto& value : arguments_of(fn, facts)) log_value(Event::kRead, value);
+    for (const auto& value : arguments_of(fn, facts))
+      if (!is_excerpted(value)) log_value(Event::kRead, value);
   return use;
 }
 
@@ -457,7 +556,7 @@ void end_use(Use& use, const at::RecordFunction& fn) {
   bool ends = outermost == &use;
   if (ends) outermost = nullptr;
   if (ends && !remaking) charge(use, fn);
-  if (use.holds.empty() && !ends) return;
+  if (use.holds.empty() && use.excerpts.empty() && !ends) return;
   Ranges& all = ranges();
   std::lock_guard<std::mutex> guard(pages().mutex);
   if (ends && !remaking && schedule().in_step()) schedule().on_operator_end();
@@ -466,6 +565,10 @@ void end_use(Use& use, const at::RecordFunction& fn) {
     int64_t stalled = counters.stall_ns.load() - use.stalled_ns;
     use.call->ns = std::max<int64_t>(0, now_ns() - use.began_ns - stalled);
     if (remakes().discards_victims && use.call->finished && schedule().in_step()) remakes().note_makers(use.call);
+  }
+  for (const Excerpt& excerpt : use.excerpts) {
+    all.end_excerpt(excerpt);
+    if (excerpt.range->serial == excerpt.serial) all.unpin(excerpt.range);
   }
   for (const Hold& hold : use.holds)
     if (hold.range->serial == hold.serial) all.unpin(hold.range);
@@ -484,7 +587,8 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
       const Facts& facts = facts_of(fn);
       const auto& stack = fn.outputs();
       size_t first = facts.computes && stack.size() > facts.results ? stack.size() - facts.results : 0;
-      for (size_t i = first; i < stack.size(); ++i) log_value(Event::kWrite, stack[i]);
+      for (size_t i = first; i < stack.size(); ++i)
+        if (!is_excerpted(stack[i])) log_value(Event::kWrite, stack[i]);  // a view of it, inside its operator
     }
     int64_t id;
     {

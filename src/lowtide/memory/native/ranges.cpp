@@ -514,6 +514,81 @@ bool Ranges::bring_waiting(
   return here;
 }
 
+// ---- excerpts ----
+
+bool Ranges::has_excerpts(const Range* range) const {
+  return range->bytes >= kLeastExcerpted && is_clean(range) && !range->slot.frames && !range->summed && !range->lost &&
+      range->slot.tier >= inherited_ && range->slot.tier < static_cast<int32_t>(tiers.size()) &&
+      !tiers[range->slot.tier].call && !tiers[range->slot.tier].addressable && !in_forked_child();
+}
+
+// See Note [Excerpts]. The pages are the kernel's own, and go back to it: they were never a block.
+bool Ranges::excerpt_waiting(Excerpt& excerpt, std::unique_lock<std::mutex>& guard) {
+  Range* range = excerpt.range;
+  int64_t bytes = excerpt.bytes(), copy = range->copy;
+  if (forking_ || stopping_ || bytes == 0) return false;
+  if (!try_reserve(bytes)) {
+    make_room(bytes);
+    pages().trim_for(bytes);
+    if (!try_reserve(bytes)) return false;
+  }
+  void* got = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (got == MAP_FAILED) {
+    counters.reserved -= bytes;
+    return false;
+  }
+  char* buffer = static_cast<char*>(got);
+  Tier& tier = tiers[range->slot.tier];
+  int64_t offset = range->slot.offset;
+  ++transferring_;  // see Note [Fork]
+  int64_t began_ns = now_ns();
+  guard.unlock();
+  int error = 0;
+  char* into = buffer;
+  for (const PageRun& run : excerpt.runs) {
+    for (int64_t at = 0; at < run.bytes && !error; at += kTransferChunk) {
+      int64_t n = std::min(kTransferChunk, run.bytes - at);
+      error = tier.move(false, into + at, n, offset + run.at + at);
+    }
+    into += run.bytes;
+  }
+  if (!error && mprotect(buffer, bytes, PROT_READ) != 0) error = errno;
+  add_stall_ns(now_ns() - began_ns);
+  guard.lock();
+  --transferring_;
+  idle_.notify_all();
+  bool same = range->serial == excerpt.serial && range->place == Place::kAway && range->copy == copy && is_clean(range);
+  if (error || !same) {
+    munmap(buffer, bytes);
+    counters.reserved -= bytes;
+    return false;
+  }
+  counted.read += bytes;
+  tier.read_bytes += bytes;
+  counted.excerpted += bytes;
+  count_live(bytes);
+  into = buffer;
+  for (const PageRun& run : excerpt.runs) {
+    // At once and whole: whoever looks there before faults.
+    if (mremap(into, run.bytes, run.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, range->start + run.at) == MAP_FAILED)
+      munmap(into, run.bytes);  // out of mappings: a fault brings the whole
+    into += run.bytes;
+  }
+  excerpt.mapped = bytes;
+  return true;
+}
+
+void Ranges::end_excerpt(const Excerpt& excerpt) {
+  if (excerpt.mapped == 0) return;
+  Range* range = excerpt.range;
+  counters.reserved -= excerpt.mapped;
+  counters.live -= excerpt.mapped;
+  if (range->serial == excerpt.serial && (range->place == Place::kAway || range->place == Place::kArriving))
+    for (const PageRun& run : excerpt.runs)
+      mmap(range->start + run.at, run.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  progress();
+}
+
 // ---- leaving ----
 
 int64_t Ranges::take_slot(int32_t tier, int64_t bytes, int& error) {
@@ -1186,7 +1261,7 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   counted.written = counted.read = counted.released = counted.faults = counted.write_faults = 0;
   counted.touches = counted.waits = counted.wait_ns = counted.beyond = 0;
   counted.charged_ns = counted.in_place = counted.placed = counted.fetched = 0;
-  counted.born_slow = counted.compacted = 0;
+  counted.born_slow = counted.compacted = counted.excerpted = 0;
   counted.encoded = counted.decoded = counted.unencoded = 0;
   samples.clear();
   counted.peak_slow = counted.slow;

@@ -31,6 +31,7 @@
 // in every floating type; they never leave, and go when the error has been told. A read ahead of its use that fails is
 // nobody's concern: its use reads again.
 #pragma once
+#include "excerpt.h"
 #include "meter.h"
 #include "pages.h"
 #include "tier.h"
@@ -98,6 +99,7 @@ struct RangeCounters {
   int64_t placed = 0, fetched = 0;  // bytes that migrated out to be touched in place, and back
   int64_t born_slow = 0;            // bytes that were allocated there
   int64_t compacted = 0;            // bytes that moved within it, so that what is free is one piece
+  int64_t excerpted = 0;            // bytes that were read for one operator only; see Note [Excerpts]
 };
 
 // An error that cannot be thrown where it happens (in an observer, in a fault): the next allocation or the step's end does.
@@ -158,6 +160,18 @@ class Ranges {
   // Have a range's pages at its addresses. False: they cannot be read.
   bool bring_waiting(
       Range* range, std::unique_lock<std::mutex>& guard, bool with_gil, int64_t* waited_ns = nullptr);
+  // Whether all ranges there are could be in fast memory.
+  bool all_fits() const {
+    int64_t budget = counters.budget.load(), total = 0;
+    for (const Range* range : by_age_) total += range->bytes;
+    return !budget || total <= budget;
+  }
+  // Whether a part of a range can be read without the whole.
+  bool has_excerpts(const Range* range) const;
+  // Have some pages of a range that is away at their addresses. False: not now, or they cannot be read.
+  bool excerpt_waiting(Excerpt& excerpt, std::unique_lock<std::mutex>& guard);
+  // Its operator has ended.
+  void end_excerpt(const Excerpt& excerpt);
   // Start to bring back what is away, if there is room now without giving anything up.
   bool prefetch(Range* range);
   bool make_writable(Range* range);

@@ -206,7 +206,7 @@ void lt_range_counters(int64_t* out) {
                       c.write_faults, c.touches, c.waits, c.wait_ns, c.beyond, ranges().count(),
                       away, r.discarded, r.calls, r.ns, r.trials, r.refused,
                       c.slow, c.peak_slow, c.charged_ns, c.in_place, c.placed, c.fetched, c.born_slow,
-                      c.compacted, c.encoded, c.decoded, c.unencoded};
+                      c.compacted, c.encoded, c.decoded, c.unencoded, c.excerpted};
   std::memcpy(out, values, sizeof(values));
 }
 
