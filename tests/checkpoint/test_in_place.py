@@ -302,6 +302,49 @@ def test_a_forked_child_reads_from_the_file_itself(tmp_path: Path) -> None:
         assert torch.equal(call(model), expected)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_files_of_torch_save_are_read_in_place(nested: bool, tmp_path: Path) -> None:
+    stock = saved(tmp_path / "checkpoint")
+    path = tmp_path / "model.pt"
+    state = {name: one for name, one in stock.state_dict().items() if name != "head.weight"}
+    torch.save({"epoch": 3, "state_dict": state} if nested else state, path)
+    expected = call(stock)
+    del stock, state  # they would leave, too
+    with lowtide.init(budget=BUDGET, spill=tmp_path):
+        model = lowtide.load(Stack, path)
+        assert usage().counted.read == 0, "nothing is read before it is used"
+        assert torch.equal(call(model), expected)
+        assert usage().counted.written == 0, "there is no second copy"
+
+
+def test_a_folder_of_torch_save_files_is_read_in_place(tmp_path: Path) -> None:
+    stock = saved(tmp_path / "other", dtype=torch.bfloat16)
+    state = {name: one for name, one in stock.state_dict().items() if name != "head.weight"}
+    folder, names = tmp_path / "checkpoint", list(state)
+    folder.mkdir()
+    index = {}
+    for shard in range(2):
+        file = f"pytorch_model-{shard}.bin"
+        torch.save({name: state[name] for name in names[shard::2]}, folder / file)
+        index |= dict.fromkeys(names[shard::2], file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    with lowtide.init(budget=BUDGET, spill=tmp_path):
+        model = lowtide.load(Stack, folder)
+        assert usage().counted.read == 0
+        assert digests(model) == digests(stock, torch.float32), "widened as they are read"
+
+
+def test_a_torch_save_file_that_is_cut_or_runs_code_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(saved(tmp_path / "checkpoint").state_dict(), path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointCorrupted, match="damaged"):
+        lowtide.load(Stack, path)
+    torch.save({"weights": Path("mine")}, path)
+    with pytest.raises(CheckpointError, match=r"save model\.state_dict\(\) alone"):
+        lowtide.load(Stack, path)
+
+
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint")
     with pytest.raises(CheckpointMismatch, match=r"is not of this Linear: 2 missing there .* 24 unknown here"):

@@ -16,6 +16,7 @@ from lowtide.checkpoint.manifest import NAME as MANIFEST
 from lowtide.checkpoint.manifest import read_manifest
 from lowtide.checkpoint.shard import DTYPES, ShardReader, Stored
 from lowtide.checkpoint.tensor_bytes import to_fill
+from lowtide.checkpoint.torch_file import is_torch_file, tensors_of
 from lowtide.errors import BadArgument, CheckpointError, CheckpointMismatch
 from lowtide.memory import ranges
 from lowtide.memory.ranges import InFile, RangeMemory, Source, Widening
@@ -24,16 +25,20 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _WIDENED = {torch.bfloat16: Widening.BFLOAT16, torch.float16: Widening.HALF}
-_INDEX = "model.safetensors.index.json"
+# The files of weights that a folder may hold, the first kind before the others, and their indices.
+_KINDS = {
+    "*.safetensors": "model.safetensors.index.json",
+    "pytorch_model*.bin": "pytorch_model.bin.index.json",
+}
 
 
 class InPlaceFile:
-    """A safetensors file whose tensors are made without being read; `memory` is where their ranges are."""
+    """A file whose tensors are made without being read; `memory` is where their ranges are."""
 
     def __init__(self, path: Path, memory: RangeMemory | None) -> None:
         self.path = path
         self._memory = memory
-        self._reader = ShardReader(path)
+        self._reader = reader_of(path)
         self.tensors: Mapping[str, Stored] = self._reader.tensors
         self._names = [name for name, stored in self.tensors.items() if stored.dtype in _TYPES]
         self._numbers = {name: number for number, name in enumerate(self._names)}
@@ -101,9 +106,9 @@ class InPlaceFile:
 def load(model: M | Callable[[], M], path: str | os.PathLike[str]) -> M:
     """Give a model the weights of a checkpoint, and return it: large ones stay in its files until they are touched.
 
-    `path`: a safetensors file, a folder with one or with shards and an index, as Hugging Face writes it, or one that
-    `Tide.save` has written. `model`: a module, or a callable that makes one; the latter is called without its
-    parameters being initialised, since all of them are in the checkpoint.
+    `path`: a safetensors file or one of `torch.save`, a folder with one or with shards and an index, as Hugging Face
+    writes it, or one that `Tide.save` has written. `model`: a module, or a callable that makes one; the latter is
+    called without its parameters being initialised, since all of them are in the checkpoint.
 
     Inside `lowtide.init`, `lowtide.fit` or `lowtide.serve` nothing is read before it is used, and what has not changed
     is never written to the spill: it is read from the file again. float16 and bfloat16 become float32 on the way where
@@ -206,21 +211,29 @@ def files_of(path: Path) -> dict[str, tuple[Path, str]]:
         names = {name: value["of"] for name, value in models[0].items() if isinstance(value, dict) and "of" in value}
         entries = {name: manifest.tensors[of] for name, of in names.items()}
         return {name: (path / entry.file, entry.key) for name, entry in entries.items()}
-    if (path / _INDEX).exists():
-        try:
-            index = json.loads((path / _INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path / _INDEX} is no index of shards ({error})") from error
-        return {name: (path / file, name) for name, file in index.items()}
-    found = sorted(path.glob("*.safetensors"))
-    if len(found) != 1:
-        what = "no safetensors file" if not found else f"{len(found)} safetensors files and no {_INDEX}"
-        raise CheckpointError(f"{path} holds {what}: pass a file, or a folder with one or with an index")
-    return _whole(found[0])
+    for pattern, index_name in _KINDS.items():
+        if (path / index_name).exists():
+            try:
+                index = json.loads((path / index_name).read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(f"{path / index_name} is no index of shards ({error})") from error
+            return {name: (path / file, name) for name, file in index.items()}
+        found = sorted(path.glob(pattern))
+        if len(found) == 1:
+            return _whole(found[0])
+        if found:
+            break
+    what = "no safetensors file" if not found else f"{len(found)} files of weights and no {index_name}"
+    raise CheckpointError(f"{path} holds {what}: pass a file, or a folder with one or with an index")
+
+
+def reader_of(path: Path) -> ShardReader:
+    """Return the reader of a file of tensors, by what is in it."""
+    return ShardReader(path, tensors_of(path) if is_torch_file(path) else None)
 
 
 def _whole(path: Path) -> dict[str, tuple[Path, str]]:
-    with ShardReader(path) as reader:
+    with reader_of(path) as reader:
         return {name: (path, name) for name in reader.tensors}
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -115,9 +115,12 @@ class ShardWriter:
 
 
 class ShardReader:
-    """Reads one file; `tensors` says what is in it. Raises `CheckpointCorrupted` where it is cut or damaged."""
+    """Reads one file; `tensors` says what is in it. Raises `CheckpointCorrupted` where it is cut or damaged.
 
-    def __init__(self, path: Path) -> None:
+    The table of tensors is that of a safetensors file, unless it is given.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Stored] | None = None) -> None:
         self.path = path
         try:
             self._file = FileIO(path, "r")
@@ -125,7 +128,10 @@ class ShardReader:
             raise CheckpointError(error.errno, f"cannot open {path}: {error.strerror}") from error
         try:
             self.nbytes = os.fstat(self._file.fileno()).st_size
-            self.tensors = dict(self._read_header())
+            self.tensors = dict(self._read_header() if tensors is None else tensors)
+            for name, stored in self.tensors.items():
+                if stored.begin + stored.nbytes > self.nbytes:
+                    raise damaged(self.path, f"'{name}' reaches past its end")
         except BaseException:
             self._file.close()
             raise

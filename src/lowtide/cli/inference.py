@@ -21,13 +21,12 @@ _NAMES = {"kv_heads": "num_key_value_heads", "heads": "num_attention_heads", "la
 
 def of_checkpoint(path: Path, *, batch: int, tokens: int) -> Inference:
     """Return the inference with a checkpoint as it is: nothing but headers is read."""
-    from lowtide.checkpoint.in_place import files_of
-    from lowtide.checkpoint.shard import ShardReader
+    from lowtide.checkpoint.in_place import files_of, reader_of
 
     files = files_of(path)
     headers = {}
     for file in dict.fromkeys(file for file, _ in files.values()):
-        with ShardReader(file) as reader:
+        with reader_of(file) as reader:
             headers[file] = reader.tensors
     weights = []
     for name, (file, key) in files.items():

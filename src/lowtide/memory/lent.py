@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lowtide.memory.native.bindings import Native
+from lowtide.memory.streamed_files import StreamedFiles
 
 _Way = tuple[type, str]
 _native: Native | None = None  # of the memory that lends now
@@ -50,6 +51,7 @@ class Lent:
         self._bare: deque[tuple[int, int]] = deque()  # serial and bytes of ranges whose address somebody asked for
         self._bare_bytes = 0
         self._originals: dict[_Way, tuple[Any, bool]] = {}
+        self._streamed = StreamedFiles(lent_to_read, most_bytes=most_bytes)
 
     def on(self) -> None:
         """Start to pin what is lent."""
@@ -62,6 +64,7 @@ class Lent:
         for name in ("_write_file", "_set_from_file"):
             self._replace(torch.UntypedStorage, name, self._call)
         self._replace(torch._C.PyTorchFileWriter, "write_record", self._call, argument=2)
+        self._streamed.on()
 
     def off(self) -> None:
         """Put everything back; what is lent is its borrower's from here on."""
@@ -73,6 +76,7 @@ class Lent:
             else:
                 delattr(owner, name)
         self._originals.clear()
+        self._streamed.off()
         while self._bare:
             self._take_oldest_back()
 

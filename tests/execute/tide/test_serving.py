@@ -72,6 +72,42 @@ def test_what_does_not_fit_is_read_once_a_call_and_nothing_is_written(share: flo
     assert not model._forward_pre_hooks
 
 
+def test_a_cache_larger_than_the_budget_leaves_and_returns(tmp_path: Path) -> None:
+    def generate_many(model: nn.Module) -> list[Tensor]:
+        x, past, out = torch.ones(64, WIDTH), None, []
+        with torch.no_grad():
+            for _ in range(10):
+                x, past = model(x, past)
+                x = x[-64:]
+                out.append(x)
+        return [*out, *past]
+
+    expected = generate_many(Decoder())
+    cache = sum(one.nbytes for one in expected[10:])
+    model, budget = Decoder(), 12 * MIB
+    with lowtide.serve(model, budget=budget, spill=tmp_path) as tide:
+        got = generate_many(model)
+        stats: dict[str, Any] = tide.stats()
+        assert same(got, expected)
+    assert cache > budget
+    assert stats["peak_reserved_bytes"] <= budget
+    assert stats["swapped_out_bytes"] > DEPTH * MIB, "more than the weights"
+
+
+def test_a_batch_shares_a_pass(tmp_path: Path) -> None:
+    model, read = Decoder(), {}
+    with lowtide.serve(model, budget=6 * MIB, spill=tmp_path) as tide, torch.no_grad():
+        for batch in (1, 32):
+            for _ in range(6):
+                model(torch.ones(batch, WIDTH))
+            before: dict[str, Any] = tide.stats()
+            for _ in range(6):
+                model(torch.ones(batch, WIDTH))
+            after: dict[str, Any] = tide.stats()
+            read[batch] = after["swapped_in_bytes"] - before["swapped_in_bytes"]
+    assert read[32] <= 1.2 * read[1], "weights are read for a batch as for one"
+
+
 def test_a_cache_that_grows_keeps_the_plan_for_the_weights(tmp_path: Path) -> None:
     model = Decoder()
     with lowtide.serve(model, budget=6 * MIB, spill=tmp_path) as tide:
