@@ -46,6 +46,7 @@ class ServeJob:
     words: int
     layers: int
     dtype: str
+    shape: str = "842m"
     make: bool = False
     source: str = ""
 
@@ -70,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
                 words=options.words,
                 layers=options.layers,
                 dtype=options.dtype,
+                shape=options.shape,
                 make=make,
             )
 
@@ -197,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--words", type=int, default=8, help="to generate one by one")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--shape", default="842m", choices=["842m", "7b"], help="of a Llama; 7b has --layers 32")
     parser.add_argument("--checkpoint", type=Path, help="folder to keep the checkpoint in (default: made and removed)")
     parser.add_argument("--spill", default=None, help="directory on the disk to measure")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "serve.json")

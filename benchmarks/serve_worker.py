@@ -18,29 +18,56 @@ import torch
 _WARMUP = 3
 
 
+# Width, width inside of a layer, heads.
+_SHAPES = {"842m": (2048, 5536, 16), "7b": (4096, 11008, 32)}
+
+
 def _config(job: dict[str, Any]) -> Any:
     from transformers import LlamaConfig
 
-    # With 14 layers: 842 million parameters.
+    # "842m" with 14 layers, "7b" with 32.
+    width, inner, heads = _SHAPES[job["shape"]]
     return LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5536,
+        hidden_size=width,
+        intermediate_size=inner,
         num_hidden_layers=job["layers"],
-        num_attention_heads=16,
-        num_key_value_heads=16,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         vocab_size=32000,
         tie_word_embeddings=False,
     )
 
 
 def _make(job: dict[str, Any]) -> None:
+    """Write a checkpoint with values as after initialisation, a shard for each layer: nothing larger is in memory."""
+    from safetensors.torch import save_file
     from transformers import LlamaForCausalLM
 
+    folder, dtype = Path(job["checkpoint"]), getattr(torch, job["dtype"])
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _config(job)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tuple(one.shape) for name, one in LlamaForCausalLM(config).state_dict().items()}
     torch.manual_seed(1)
-    with torch.device("cpu"):
-        model = LlamaForCausalLM(_config(job)).to(getattr(torch, job["dtype"]))
-    model.save_pretrained(job["checkpoint"], max_shard_size="1GB")
-    for file in Path(job["checkpoint"]).iterdir():
+    drawn = torch.empty(1 << 24).normal_(std=0.02).to(dtype)
+    shards: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        part = name.split(".")[2] if name.startswith("model.layers.") else name
+        shards.setdefault(f"model-{part}.safetensors", {})[name] = shape
+    index, begin = {}, 0
+    for file_name, wanted in shards.items():
+        tensors = {}
+        for name, shape in wanted.items():
+            count = torch.Size(shape).numel()
+            begin = (begin + 1) % drawn.numel()  # no two weights are the same
+            values = drawn.roll(begin).repeat(-(-count // drawn.numel()))[:count].clone().view(shape)
+            tensors[name] = torch.ones(shape, dtype=dtype) if "norm" in name else values
+            index[name] = file_name
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
