@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
-    "resnet18": {"batch": 16, "image": 64},
-    "seq2seq": {"batch": 32, "width": 256, "vocab": 4000, "tokens": 12},
-    "gpt": {"batch": 8, "layers": 4, "width": 256, "heads": 4, "tokens": 128, "vocab": 8000},
+    "resnet18": {"batch": 8, "image": 64},
+    "seq2seq": {"batch": 32, "width": 256, "vocab": 4000, "tokens": 8},
+    "gpt": {"batch": 4, "layers": 4, "width": 256, "heads": 4, "tokens": 128, "vocab": 8000},
 }
 SHARES = (0.2, 0.4, 0.6)
 POLICIES = (
@@ -235,26 +236,28 @@ def measure(options: argparse.Namespace, spill: str) -> list[dict[str, Any]]:
         spill=spill,
     )
     print(f"scale {common.scale:.4f}", file=sys.stderr)
-    rows = []
+    peaks, contenders = {}, {}
     for model in options.models.split(","):
-        stock = replace(common, model=model)
-        unpressed = launch(replace(stock, policy="keep_all", budget_bytes=1 << 36, scale=0.0))
+        unpressed = launch(replace(common, model=model, policy="keep_all", budget_bytes=1 << 36, scale=0.0))
         if unpressed.failure:
             raise SystemExit(f"{model}: {unpressed.failure}")
-        contenders = dict(jobs_of(model, unpressed.peak_bytes, common, options))
-        found: dict[str, list[tuple[float, Answer]]] = {name: [] for name in contenders}
-        for number in range(options.rounds):
-            base = launch(stock)
-            for name, job in contenders.items():
-                answer = launch(job)
-                found[name].append((base.step_s, answer))
-                same = "" if answer.digest == base.digest else "  NOT THE SAME BITS"
-                told = answer.failure or f"{answer.step_s / base.step_s:.3f}{same}"
-                print(f"{model} round {number} {name}: {told}", file=sys.stderr, flush=True)
-                if same and not answer.failure:
-                    raise SystemExit(f"{model} {name} computed something else than stock")
-        rows += [_row(model, name, answers, unpressed.peak_bytes) for name, answers in found.items()]
-    return rows
+        peaks[model] = unpressed.peak_bytes
+        contenders[model] = dict(jobs_of(model, unpressed.peak_bytes, common, options))
+    found: dict[tuple[str, str], list[tuple[float, Answer]]] = {}
+    begun_s = time.monotonic()
+    for number, model in product(range(options.rounds), contenders):
+        base = launch(replace(common, model=model))
+        for name, job in contenders[model].items():
+            if options.seconds and time.monotonic() - begun_s > options.seconds:
+                break
+            answer = launch(job)
+            found.setdefault((model, name), []).append((base.step_s, answer))
+            same = "" if answer.digest == base.digest else "  NOT THE SAME BITS"
+            told = answer.failure or f"{answer.step_s / base.step_s:.3f}{same}"
+            print(f"{model} round {number} {name}: {told}", file=sys.stderr, flush=True)
+            if same and not answer.failure:
+                raise SystemExit(f"{model} {name} computed something else than stock")
+    return [_row(model, name, answers, peaks[model]) for (model, name), answers in found.items()]
 
 
 def _row(model: str, name: str, answers: Sequence[tuple[float, Answer]], peak_bytes: int) -> dict[str, Any]:
@@ -265,6 +268,7 @@ def _row(model: str, name: str, answers: Sequence[tuple[float, Answer]], peak_by
         return row | {"failure": failed[0]}
     last = answers[-1][1]
     return row | {
+        "rounds": len(answers),
         "slowdown": statistics.median(answer.step_s / stock_s for stock_s, answer in answers),
         "step_s": statistics.median(answer.step_s for _, answer in answers),
         "stock_s": statistics.median(stock_s for stock_s, _ in answers),
@@ -285,7 +289,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for contender in dict.fromkeys(row["contender"] for row in rows):
         own = {(row["model"], row["share"]): row for row in rows if row["contender"] == contender}
         cells = [
-            "failed" if "failure" in own[at] else f"{own[at]['slowdown']:.3f} ({own[at]['predicted']:.3f})"
+            "-"
+            if at not in own
+            else "failed"
+            if "failure" in own[at]
+            else f"{own[at]['slowdown']:.3f} ({own[at]['predicted']:.3f})"
             for at in columns
         ]
         decided = max((row["decision_s"] for row in own.values() if "decision_s" in row), default=0.0)
@@ -302,11 +310,15 @@ def cost_table(rows: Sequence[dict[str, Any]], *, fast: float, slow: float, rest
     lines = ["| | " + " | ".join(f"{model} {share}" for model, share in columns) + " |"]
     lines.append("|---|" + "---:|" * len(columns))
     for contender in dict.fromkeys(row["contender"] for row in rows):
+        own_rows = {(row["model"], row["share"]): row for row in rows if row["contender"] == contender}
         cells = []
-        for row in (row for row in rows if row["contender"] == contender):
+        for row in (own_rows.get(at, {}) for at in columns):
+            if "slowdown" not in row:
+                cells.append("failed" if row else "-")
+                continue
             gib, share = row["peak_bytes"] / 2**30, float(row["share"].rstrip("%")) / 100
             own = rest + fast * gib * share + slow * gib
-            cells.append(f"{row['slowdown'] * own / (rest + fast * gib) - 1:+.1%}" if "slowdown" in row else "failed")
+            cells.append(f"{row['slowdown'] * own / (rest + fast * gib) - 1:+.1%}")
         lines.append(f"| {contender} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -322,6 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=0.0, help="no training begins later than that (0: all do)")
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch (0: its own choice)")
     parser.add_argument("--scale", type=float, default=0.0, help="0: this machine's memory against the other's")
     parser.add_argument("--sweep", action="store_true", help="vary the constants of the imitation")

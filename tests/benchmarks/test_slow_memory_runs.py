@@ -55,6 +55,10 @@ def test_tables_have_a_row_for_each_contender_and_name_failures() -> None:
     assert "autotm gpt 40%: no time" in table(rows)
     # 100 + 0.4 * 4 + 2 against 100 + 4, for a quarter longer.
     assert "| deeptm | +24.5% |" in cost_table(rows, fast=4, slow=2, rest=100)
+    # Where time ran out before a contender's turn, its cell says so, and the others stay in their columns.
+    rows.append(row | done | {"contender": "autotm", "share": "60%"})
+    assert "| deeptm | 1.250 (1.200) | - | 0.5 s |" in table(rows)
+    assert "| deeptm | +24.5% | - |" in cost_table(rows, fast=4, slow=2, rest=100)
 
 
 def test_every_policy_runs_at_every_share() -> None:

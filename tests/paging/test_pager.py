@@ -33,13 +33,19 @@ def scanned(pager: Pager, pages: range) -> None:
 
 @pytest.mark.parametrize("prefetch", Prefetch)
 @pytest.mark.parametrize("tree_evicts", [False, True])
+@pytest.mark.parametrize("line_bytes", [0, 64])
 def test_whatever_is_written_is_what_is_read_and_memory_is_never_exceeded(
-    prefetch: Prefetch, tree_evicts: bool, tmp_path: Path
+    prefetch: Prefetch, tree_evicts: bool, line_bytes: int, tmp_path: Path
 ) -> None:
     draw = np.random.default_rng(0)
     expected = np.zeros(PAGES * PAGE_BYTES, np.uint8)
     with Pager(
-        expected.nbytes, capacity_bytes=CAPACITY, directory=tmp_path, prefetch=prefetch, tree_evicts=tree_evicts
+        expected.nbytes,
+        capacity_bytes=CAPACITY,
+        directory=tmp_path,
+        prefetch=prefetch,
+        tree_evicts=tree_evicts,
+        line_bytes=line_bytes,
     ) as pager:
         memory = pager.array()
         for _ in range(150):
@@ -274,6 +280,35 @@ def test_what_is_volatile_is_not_written_at_the_end(tmp_path: Path) -> None:
             pager.array()[:] = 9
             assert pager.stats().written == 0
         assert path.read_bytes() == left
+
+
+# ---- Kona's lines, entry 58 ----
+
+
+def updated(tmp_path: Path, *, line_bytes: int, rows: int) -> tuple[np.ndarray, int]:  # type: ignore[type-arg]
+    """Change so many rows of 64 bytes, each on a page of its own; return all values and the bytes written for them."""
+    path = tmp_path / "table"
+    path.write_bytes(bytes(range(256)) * (PAGES * PAGE_BYTES // 256))
+    with Pager(capacity_bytes=CAPACITY, path=path, line_bytes=line_bytes) as pager:
+        table = pager.array().reshape(PAGES, -1, 64)
+        for page in range(PAGES):
+            table[page, :rows] = page % 251
+        assert pager.stats().peak * PAGE_BYTES <= CAPACITY
+        scanned(pager, range(PAGES))  # all that changed has gone
+        written = pager.stats().written_bytes
+        assert all((table[page, :rows] == page % 251).all() for page in range(PAGES))
+    return np.frombuffer(path.read_bytes(), np.uint8), written
+
+
+def test_of_sparse_updates_lines_are_written_and_of_dense_ones_pages(tmp_path: Path) -> None:
+    for rows, saving in ((1, 5.0), (64, 1.0)):
+        by_line, lines = updated(tmp_path, line_bytes=64, rows=rows)
+        by_page, pages = updated(tmp_path, line_bytes=0, rows=rows)
+        assert np.array_equal(by_line, by_page)
+        assert lines <= rows * 64 * PAGES
+        assert pages >= saving * lines
+        if rows == 64:
+            assert lines >= 0.9 * pages
 
 
 # ---- HUM, entry 24 ----

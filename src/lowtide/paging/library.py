@@ -32,7 +32,7 @@ class Config(ctypes.Structure):
         ("batch_ns", ctypes.c_int64),
         ("free_bytes", ctypes.c_int64),
         ("given", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("line_bytes", ctypes.c_int32),
     )
 
 

@@ -10,6 +10,8 @@ It is what systems of on-demand paging share, with what sets each of them apart 
   Its throttling and its compression are not here;
 - *DRAGON* (Markthub et al., SC 2018): `path` maps a file, `access` says what need not be read or written;
 - *HUM* (Jung et al., PPoPP 2020): `push` has pages come beside the program, which may begin at once;
+- *Kona* (Calciu et al., ASPLOS 2021): `line_bytes=64`, so that of a page only the lines that changed are written. They
+  are found by a copy of the page, which takes memory as a page does;
 - *Sentinel's profile* (Ren et al., HPCA 2021): `arm` protects pages, `write_counts` tells how often each was written in
   the intervals between. Reads are not seen: only writes fault on memory that is there.
 
@@ -93,6 +95,7 @@ class PagerStats:
     write_calls: int
     error: int
     push_left: int
+    written_bytes: int
 
 
 class Pager:
@@ -115,6 +118,7 @@ class Pager:
         batch_faults: int = 1,
         batch_s: float = 0.0,
         free_bytes: int = 0,
+        line_bytes: int = 0,
     ) -> None:
         if capacity_bytes < LEAST_BYTES:
             raise BadArgument(
@@ -122,6 +126,8 @@ class Pager:
             )
         if batch_faults < 1 or batch_s < 0 or free_bytes < 0:
             raise BadArgument("a pager needs 1 or more faults a batch, and 0 or more seconds and free bytes")
+        if line_bytes and (line_bytes < 1 or PAGE_BYTES % line_bytes):
+            raise BadArgument(f"lines of {line_bytes} bytes do not fill a page of {PAGE_BYTES}: pass 64")
         if Access.READ_ONLY in access and (Access.WRITE_ONLY in access or path is None):
             raise BadArgument("memory that is only read needs a file to read: pass path, and not write-only")
         fd = _open(path, directory, access)
@@ -139,6 +145,7 @@ class Pager:
                 batch_ns=int(batch_s * 1e9),
                 free_bytes=free_bytes,
                 given=int(path is not None),
+                line_bytes=line_bytes,
             )
             library, code = load(), ctypes.c_int()
             handle = library.lp_open(ctypes.byref(config), fd, ctypes.byref(code))

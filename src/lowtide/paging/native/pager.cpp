@@ -8,6 +8,9 @@
 // marks it. What leaves is protected before it is written, so what goes out is of one instant; whoever writes meanwhile
 // faults, and finds it gone.
 //
+// Note [Lines]: with a line's size given, a page that is about to change is copied first. When it leaves, the lines that
+// differ from the copy are written, and no others (Kona: Calciu et al., ASPLOS 2021). The copy takes memory as a page does.
+//
 // Note [Age]: hardware tells nobody which pages are read. Age counts from a page's arrival, as in the driver of CUDA.
 #include <errno.h>
 #include <fcntl.h>
@@ -141,7 +144,8 @@ struct Config {
   int32_t prefetch, tree_evicts;
   int32_t access, batch_faults;
   int64_t batch_ns, free_bytes;
-  int32_t given, reserved;  // the file had something in it before: it is somebody's
+  int32_t given;       // the file had something in it before: it is somebody's
+  int32_t line_bytes;  // 0: pages are written whole
 };
 
 enum Counter {
@@ -162,6 +166,7 @@ enum Counter {
   kWrites,
   kFailed,         // an errno, or 0
   kPushLeft,
+  kWrittenBytes,
   kCounters
 };
 
@@ -350,7 +355,7 @@ class Pager {
     // No more ahead than half of memory: what was asked for stays until it is used.
     auto most_ahead = static_cast<size_t>(std::max<int64_t>(0, most_ / 2 - static_cast<int64_t>(asked.size())));
     if (wanted.size() > most_ahead) wanted.resize(most_ahead);
-    make_room(static_cast<int64_t>(asked.size()), true);
+    make_room(static_cast<int64_t>(asked.size() * (config_.line_bytes ? 2 : 1)), true);
     bring(asked, false);
     if (!wanted.empty()) {
       make_room(static_cast<int64_t>(wanted.size()), true);
@@ -377,11 +382,25 @@ class Pager {
       wake(page, 1);
       return;
     }
+    if (config_.line_bytes && !(state_[page] & kDirty)) {
+      make_room(1, true);
+      if (!(state_[page] & kHere)) {  // it was the oldest
+        wake(page, 1);
+        return;
+      }
+    }
     ++count_[kWriteFaults];
-    mark(page);
+    mark(page, base_ + page * kPage);
     protect(page, 1, false);
   }
-  void mark(int64_t page) {
+  // A page is about to change; what it is now.
+  void mark(int64_t page, const char* now) {
+    if (config_.line_bytes && !(state_[page] & kDirty)) {  // see Note [Lines]
+      auto& copy = before_[page];
+      copy.reset(new char[kPage]);
+      memcpy(copy.get(), now, kPage);
+      count_[kPeak] = std::max(count_[kPeak], ++count_[kResident]);
+    }
     state_[page] |= kDirty;
     ++writes_[page];
   }
@@ -452,7 +471,7 @@ class Pager {
         else
           ++count_[kResident];
         state_[page] = static_cast<uint8_t>((state_[page] | kHere) & ~kCached);
-        if (writes) mark(page);
+        if (writes) mark(page, room_.data() + k * kPage);
         arrived_[page] = ++arrivals_;
         age_[page] = by_age_.insert(by_age_.end(), page);
       }
@@ -575,27 +594,44 @@ class Pager {
     for (size_t i = 0; i < dirty.size();) {
       size_t j = i + 1;
       while (j < dirty.size() && dirty[j] == dirty[j - 1] + 1) ++j;
-      int64_t n = static_cast<int64_t>(j - i) * kPage, at = 0;
-      const char* from = base_ + dirty[i] * kPage;
-      ++count_[kWrites];
-      while (at < n) {
-        ssize_t done = pwrite(fd_, from + at, n - at, dirty[i] * kPage + at);
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) {
-          count_[kFailed] = done < 0 ? errno : ENOSPC;
-          break;
-        }
-        at += done;
-      }
-      if (at < n) {  // R4: it is where it was
+      if (config_.line_bytes) j = i + 1;
+      bool done = config_.line_bytes ? write_lines(dirty[i]) : write(dirty[i] * kPage, static_cast<int64_t>(j - i) * kPage);
+      if (!done) {  // R4: it is where it was
         i = j;
         continue;
       }
       for (; i < j; ++i) {
+        if (before_.erase(dirty[i])) --count_[kResident];
         state_[dirty[i]] = static_cast<uint8_t>((state_[dirty[i]] | kInFile) & ~kDirty);
         ++count_[kWritten];
       }
     }
+  }
+
+  bool write_lines(int64_t page) {
+    const char *now = base_ + page * kPage, *then = before_[page].get();
+    int64_t line = config_.line_bytes;
+    for (int64_t at = 0; at < kPage;) {
+      int64_t end = at;
+      while (end < kPage && memcmp(now + end, then + end, line)) end += line;
+      if (end > at && !write(page * kPage + at, end - at)) return false;
+      at = std::max(end, at + line);
+    }
+    return true;
+  }
+  bool write(int64_t offset, int64_t n) {
+    ++count_[kWrites];
+    for (int64_t at = 0; at < n;) {
+      ssize_t done = pwrite(fd_, base_ + offset + at, n - at, offset + at);
+      if (done < 0 && errno == EINTR) continue;
+      if (done <= 0) {
+        count_[kFailed] = done < 0 ? errno : ENOSPC;
+        return false;
+      }
+      at += done;
+    }
+    count_[kWrittenBytes] += n;
+    return true;
   }
 
   void protect_all() {
@@ -631,7 +667,7 @@ class Pager {
   std::vector<int64_t> dirty_first_;
   std::vector<char> room_;
   std::deque<int64_t> push_;
-  std::unordered_map<int64_t, std::unique_ptr<char[]>> ahead_;
+  std::unordered_map<int64_t, std::unique_ptr<char[]>> ahead_, before_;
   Leap leap_;
   std::minstd_rand random_{1};
   int64_t count_[kCounters] = {};

@@ -8,8 +8,8 @@ Observation, `OBSERVED` numbers, all of the order of one:
     3 slow writes / the same           8 best slowdown so far                    15 share of bytes in small storages
     4 migration / the same             9 rounds played / rounds
 
-A game begins with the best of `OPENINGS`: knobs as they are made and those by access alone, which use in place what
-hardly pays for a migration, and two by which whatever does not fit migrates, early.
+A game begins with the knobs as they are made; `OPENINGS` have been tried then as well: by access or lifetime alone,
+which use in place what hardly pays for a migration, and two by which whatever does not fit migrates, early.
 
 Action, `ACTIONS` numbers from -1 to 1: how to turn the four weights, the horizon, the lead and the gain of the round
 before (`Knobs.turned`), whose weights have followed what its step has shown.
@@ -35,11 +35,13 @@ from lowtide.plan.views.slow_memory import SlowMemory
 OBSERVED = 16
 ACTIONS = 7
 ROUNDS = 8
-# Steps that earned heat gets, for each way of blaming.
-LESSONS = 6
+# With how many knobs storages earn heat, and steps for each of them and each way of blaming.
+TAUGHT = 3
+LESSONS = 5
 OPENINGS = (
     Knobs(),
     Knobs(weights=(1.0, 0.0, 0.0, 0.0)),
+    Knobs(weights=(0.0, 0.0, 1.0, 0.0)),
     Knobs(weights=(0.0, 0.0, 1.0, 0.0), horizon=4.0, lead=8.0, gain=0.0),
     Knobs(weights=(0.0, 1.0, 0.0, 0.0), horizon=4.0, lead=2.0, gain=0.0),
 )
@@ -64,19 +66,19 @@ class Game:
         self.reset()
 
     def reset(self) -> list[float]:
-        """Begin with the best opening; return the first observation."""
+        """Try the openings, and begin with the knobs as they are made; return the first observation."""
         self.best_places: list[Place] = []
         self.best = float("inf")
         self.judged = 0
+        self._tried: list[tuple[float, Knobs]] = []
         self.begin_again()
         return self.observation()
 
     def begin_again(self) -> None:
-        """Begin another series of rounds with the best opening; the best plan so far stays."""
+        """Begin another series of rounds with the knobs as they are made; the best plan so far stays."""
         self.round = 0
-        _, _, self.knobs, self.seen = min(
-            (self._judge(knobs), number, self.knobs, self.seen) for number, knobs in enumerate(OPENINGS)
-        )
+        for knobs in reversed(OPENINGS):
+            self._judge(knobs)
 
     def step(self, action: Sequence[float]) -> tuple[list[float], float, bool]:
         """Play a round; return the observation, the reward and whether it was the last."""
@@ -87,9 +89,10 @@ class Game:
         return self.observation(), max(-1.0, reward), self.round >= ROUNDS
 
     def learn(self) -> None:
-        """Let storages earn heat, beginning with the knobs of the best plan, step by step; the best plan is kept."""
-        for places, outcome in self.strategy.lessons(self._facts, self.best_knobs, count=LESSONS):
-            self._keep(places, outcome, self.best_knobs)
+        """Let storages earn heat, step by step, with the knobs of the best plans; the best plan of all is kept."""
+        for _, knobs in sorted(self._tried, key=lambda one: one[0])[:TAUGHT]:
+            for places, outcome in self.strategy.lessons(self._facts, knobs, count=LESSONS):
+                self._keep(places, outcome)
 
     def observation(self) -> list[float]:
         """Return what an agent sees."""
@@ -126,15 +129,17 @@ class Game:
         places = self.strategy.places(knobs)
         outcome = self._facts.run((), (), places)
         self.seen = outcome.prediction
-        self._keep(places, outcome, knobs)
+        self._keep(places, outcome)
+        if all(slowdown != self._slowdown(outcome) for slowdown, _ in self._tried):
+            self._tried.append((self._slowdown(outcome), knobs))
         self.knobs = self.strategy.adapted(knobs, places) if self.adapts else knobs
         return self._slowdown(outcome)
 
-    def _keep(self, places: list[Place], outcome: Outcome, knobs: Knobs) -> None:
+    def _keep(self, places: list[Place], outcome: Outcome) -> None:
         self.judged += 1
         slowdown = self._slowdown(outcome)
         if slowdown < self.best:
-            self.best, self.best_places, self.best_knobs = slowdown, places, knobs
+            self.best, self.best_places = slowdown, places
             self.best_fits = outcome.prediction.peak_bytes <= self.problem.budget_bytes
 
     def _slowdown(self, outcome: Outcome) -> float:
