@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-cuda mutations papers bench lint format clean
+.PHONY: help install demo test test-full test-cuda mutations papers bench wheel lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,6 +43,10 @@ papers: $(STAMP)  ## simulate the headlines of the papers and write docs/reprodu
 
 bench: $(STAMP)  ## measure against stock PyTorch and others; takes long
 	$(BIN)/python benchmarks/run.py
+
+# In a root of its own; docs/install.md says what that needs.
+wheel: $(STAMP)  ## build the wheel that needs no compiler, into dist
+	$(BIN)/python release/wheel.py
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,22 +1,34 @@
-"""Builds native libraries with one g++ call into a cache, once for each Python, torch and source.
+"""Native libraries: those that a wheel carries, or else built with one g++ call into a cache.
 
-Those that use no torch are built without it, in a few seconds.
+Note [Shipped libraries]: a wheel has the libraries that use no torch once, and the others once for each minor version
+of torch, which keeps its binary interface; all of them use Python's stable interface. They are loaded from the
+package's own directory and from nowhere else: whoever can write there can change the Python beside them. One that was
+made from other sources is not found, for its directory is named by their hash. Where none fits (a newer torch, one
+that somebody built, another processor) the library is built from the sources, which the wheel has too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lowtide.errors import NativeUnavailable
+
+T = TypeVar("T")
+
+_SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +55,7 @@ class Library:
 _REMEDIES = (
     ("Python.h", "install Python's headers (Debian: apt-get install python3-dev)"),
     ("-std=c++20", "install a compiler that knows C++20, such as g++ 10 or later, or name one in CXX"),
+    ("C++20 or later", "install g++ 11 or later, which this torch needs, or name another compiler in CXX"),
     ("No space left", "free some space in the temporary directory, or set TMPDIR to another one"),
 )
 _OTHER_REMEDY = "install g++ 10 or later, or name another compiler in CXX"
@@ -93,25 +106,83 @@ class Torch:
             cxx11_abi=torch.compiled_with_cxx11_abi(),
         )
 
+    @property
+    def released_minor(self) -> str | None:
+        """Its minor version, such as "2.13"; None: it is no release, and its binary interface may be any."""
+        found = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", self.version)
+        return found[1] if found else None
+
 
 # A core is one for all versions of torch, but not for both ways in which C++ lays out its strings: it shares them.
 
 
 def library_path(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = True) -> Path:
-    """Return where a library for this Python, torch and source belongs."""
+    """Return where a library for this Python, torch and source belongs in the cache."""
+    made_for = f"torch {torch.version} {torch.cxx11_abi}" if torch else f"no torch {cxx11_abi}"
+    made_for += f" {sys.implementation.cache_tag} {sysconfig.get_platform()}"
+    if library.core and torch:
+        core = library.core
+        made_for += str(shipped_path(core, cxx11_abi=torch.cxx11_abi) or library_path(core, cxx11_abi=torch.cxx11_abi))
+    return cache_dir() / "native" / _digest(library, made_for) / library.name
+
+
+def shipped_name(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = True) -> Path | None:
+    """Return where a library is below the directory of shipped ones, or None: none can fit."""
+    made_for = f"no torch {cxx11_abi}"
+    if torch is not None:
+        if torch.released_minor is None:
+            return None
+        made_for = f"torch {torch.released_minor} {torch.cxx11_abi}"
+    return Path(_digest(library, f"{made_for} {platform.machine()}")) / library.name
+
+
+def shipped_path(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = True) -> Path | None:
+    """Return the library that the package came with, if one fits; see Note [Shipped libraries]."""
+    if not _SHIPPED.is_dir() or not STABLE_PYTHON:
+        return None
+    name = shipped_name(library, torch, cxx11_abi=cxx11_abi)
+    return _SHIPPED / name if name and (_SHIPPED / name).is_file() else None
+
+
+def is_shipped(path: Path) -> bool:
+    """Tell whether the package came with a library."""
+    return path.is_relative_to(_SHIPPED)
+
+
+def loaded(library: Library, opened: Callable[[Path], T], torch: Torch | None = None) -> T:
+    """Return what `opened` makes of the library: the shipped one, or one that is built first where need be.
+
+    Raises NativeUnavailable with the reason.
+    """
+    shipped, refused = shipped_path(library, torch), ""
+    if shipped:
+        try:
+            return opened(shipped)
+        except (OSError, AttributeError) as error:
+            refused = f"{shipped} cannot be loaded ({error}); "
+    try:
+        path = build(library, torch)
+    except NativeUnavailable as error:
+        raise NativeUnavailable(f"{refused}{error}") from error
+    try:
+        return opened(path)
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} cannot be loaded ({error}): remove it to have it built anew") from error
+
+
+def _digest(library: Library, made_for: str) -> str:
     digest = hashlib.sha256()
     for path in (*(library.directory / name for name in (*library.sources, *library.headers)), Path(__file__)):
         digest.update(path.read_bytes())
-    made_for = f"torch {torch.version} {torch.cxx11_abi}" if torch else f"no torch {cxx11_abi}"
-    digest.update(f"{made_for} {sys.implementation.cache_tag} {sysconfig.get_platform()}".encode())
-    if library.core and torch:
-        digest.update(str(library_path(library.core, cxx11_abi=torch.cxx11_abi)).encode())
-    return cache_dir() / "native" / digest.hexdigest()[:16] / library.name
+    digest.update(made_for.encode())
+    return digest.hexdigest()[:16]
 
 
 def build(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = True) -> Path:
     """Return the built library, building it first where it is not in the cache yet."""
-    core = build(library.core, cxx11_abi=torch.cxx11_abi) if library.core and torch else None
+    core = None
+    if library.core and torch:
+        core = shipped_path(library.core, cxx11_abi=torch.cxx11_abi) or build(library.core, cxx11_abi=torch.cxx11_abi)
     target = library_path(library, torch, cxx11_abi=cxx11_abi)
     _secure(target.parent.parent, library)
     _secure(target.parent, library)
@@ -128,7 +199,8 @@ def build(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = Tru
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             _announce(library)
-            _compile(library, cxx, made, torch, core=core, cxx11_abi=torch.cxx11_abi if torch else cxx11_abi)
+            links = [] if core is None else [str(core), f"-Wl,-rpath,{core.parent}"]
+            compile_library(library, cxx, made, torch, cxx11_abi=cxx11_abi, links=links)
             made.chmod(0o755)
             made.replace(target)  # whole or not at all, whoever else builds it now
     except OSError as error:
@@ -190,7 +262,9 @@ def _as_one_unit(library: Library, scratch: Path) -> Path:
     texts = [(library.directory / name).read_text() for name in (*library.sources, *library.headers)]
     torch_headers = sorted({line for text in texts for line in text.splitlines() if line.startswith(_TORCH_INCLUDES)})
     unit = scratch / "unit.cpp"
-    unit.write_text("\n".join([*torch_headers, *(f'#include "{name}"' for name in library.sources), ""]))
+    # Some are not in every version: whoever includes them asks first.
+    first = (f"#if __has_include({line.split()[1]})\n{line}\n#endif" for line in torch_headers)
+    unit.write_text("\n".join([*first, *(f'#include "{name}"' for name in library.sources), ""]))
     return unit
 
 
@@ -198,27 +272,34 @@ _TORCH_INCLUDES = tuple(f"#include <{part}/" for part in ("ATen", "c10", "torch"
 
 
 # The interface that every CPython from 3.11 on has; where there is no GIL there is none.
-_STABLE_PYTHON = () if sysconfig.get_config_var("Py_GIL_DISABLED") else ("-DPy_LIMITED_API=0x030b0000",)
+STABLE_PYTHON = () if sysconfig.get_config_var("Py_GIL_DISABLED") else ("-DPy_LIMITED_API=0x030b0000",)
 
 
-def _compile(
-    library: Library, cxx: str, made: Path, torch: Torch | None, *, core: Path | None, cxx11_abi: bool
+def compile_library(
+    library: Library,
+    cxx: str,
+    made: Path,
+    torch: Torch | None = None,
+    *,
+    cxx11_abi: bool = True,
+    flags: Sequence[str] = (),
+    links: Sequence[str] = (),
 ) -> None:
+    """Make a library, whatever is in the cache; `cxx11_abi`: of one that uses no torch."""
     linked = [] if torch is None else [f"-L{torch.directory / 'lib'}", "-lc10", "-ltorch_cpu"]
-    if core is not None:
-        linked += [str(core), f"-Wl,-rpath,{core.parent}"]
     command = [
         cxx,
         "-std=c++20",
         *library.flags,
+        *flags,
         "-DNDEBUG",  # torch is built so, and some of its classes have other members without it
         "-fPIC",
         "-shared",
         "-pthread",
         f"-Wl,-soname,{library.name}",
         "-Wl,-z,now",  # a fault's handler calls functions that were never called before
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}",
-        *_STABLE_PYTHON,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi if torch else cxx11_abi)}",
+        *STABLE_PYTHON,
         *([] if torch is None else [f"-isystem{torch.directory / 'include'}"]),
         f"-isystem{sysconfig.get_paths()['include']}",
         f"-I{library.directory}",
@@ -227,6 +308,7 @@ def _compile(
         str(made),
         *linked,
         *(f"-l{name}" for name in library.links),
+        *links,
     ]
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -101,7 +101,7 @@ def test_a_native_part_that_cannot_be_built_is_a_warning_with_its_reason(
 ) -> None:
     from lowtide.memory import native
 
-    missing: dict[str, Any] = {"compiler": None, "built": False, "usable": False, "reason": "no C++ compiler found"}
+    missing: dict[str, Any] = {"compiler": None, "origin": "none", "usable": False, "reason": "no C++ compiler found"}
     monkeypatch.setattr(native, "status", lambda: missing)
     findings = found(tmp_path, root=root)
     assert findings["compiler"].verdict is Verdict.WARN
@@ -112,3 +112,19 @@ def test_a_native_part_that_cannot_be_built_is_a_warning_with_its_reason(
     text = capsys.readouterr().out
     assert "warn" in text
     assert "-> install g++" in text
+
+
+@pytest.mark.parametrize(
+    "origin", ["shipped, for torch 2.13 (/x/liblowtide_torch.so)", "built here (/y/liblowtide_torch.so)"]
+)
+def test_doctor_says_where_the_native_part_is_from(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, origin: str
+) -> None:
+    from lowtide.memory import native
+
+    there: dict[str, Any] = {"compiler": None, "origin": origin, "usable": True, "reason": ""}
+    monkeypatch.setattr(native, "status", lambda: there)
+    findings = found(tmp_path, root=root)
+    assert findings["compiler"].verdict is Verdict.OK
+    assert findings["native part"].verdict is Verdict.OK
+    assert findings["native part"].detail == origin

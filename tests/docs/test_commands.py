@@ -36,6 +36,7 @@ NOT_EXECUTED = {
     "make test": "it is the command that runs this test",
     "make bench": "takes hours; tests/benchmarks runs its parts",
     "make demo": "makes a new environment; tests/cli/test_demo.py runs `lowtide demo`",
+    "make wheel": "takes minutes and the network; tests/release builds the wheel for the torch of the tests",
     "pip install": "changes the environment that the tests run in",
     "python benchmarks/": "takes minutes to hours; tests/benchmarks runs its parts",
     "python -m benchmarks.": "takes minutes to hours; tests/benchmarks runs its parts",

@@ -99,7 +99,7 @@ def _native() -> Iterator[Finding]:
     usable = bool(status["usable"])
     yield Finding(
         what="compiler",
-        # A library that was built before needs no compiler any more.
+        # A library that is shipped, or was built before, needs no compiler any more.
         verdict=Verdict.OK if found or usable else Verdict.WARN,
         detail=str(found or "none found"),
         fix="" if found or usable else "install g++, or name a compiler in $CXX",
@@ -107,7 +107,7 @@ def _native() -> Iterator[Finding]:
     yield Finding(
         what="native part",
         verdict=Verdict.OK if usable else Verdict.WARN,
-        detail="built and loaded" if usable else str(status["reason"]),
+        detail=str(status["origin"] if usable else status["reason"]),
         fix="" if usable else "until then the budget is only advisory: it is counted, not enforced",
     )
 

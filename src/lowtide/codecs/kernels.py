@@ -5,23 +5,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from lowtide.codecs.contract import Bytes, NoRoom, Unencodable
-from lowtide.compiled import Library, build
+from lowtide.codecs.library import CODECS
+from lowtide.compiled import loaded
 from lowtide.errors import NativeUnavailable
-
-_LIBRARY = Library(
-    name="liblowtide_codecs.so",
-    title="the codecs",
-    build_s=3,
-    directory=Path(__file__).parent / "native",
-    sources=("codecs.cpp",),
-    # Nobody looks at the flags of floating point: else loops with a choice between two sums would not be vectors.
-    flags=("-O3", "-fno-trapping-math"),
-)
 
 _NO_ROOM, _REFUSED = -1, -2
 
@@ -67,8 +57,8 @@ def use_portable(on: bool) -> bool:
 @cache
 def _tried() -> ctypes.CDLL | str:
     try:
-        return _declared(ctypes.CDLL(str(build(_LIBRARY))))
-    except (NativeUnavailable, OSError) as error:
+        return loaded(CODECS, lambda path: _declared(ctypes.CDLL(str(path))))
+    except NativeUnavailable as error:
         return str(error)
 
 

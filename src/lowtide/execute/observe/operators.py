@@ -17,19 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from lowtide.compiled import Library, Torch, build
+from lowtide.compiled import Torch, loaded
 from lowtide.errors import NativeUnavailable
-
-_NATIVE = Path(__file__).parent / "native"
-_LIBRARY = Library(
-    name="liblowtide_observer.so",
-    title="the observer of operators",
-    build_s=15,
-    directory=_NATIVE,
-    sources=("observer.cpp", "touches.cpp"),
-    headers=("telling.h",),
-    links=("torch_python",),
-)
+from lowtide.execute.observe.library import OBSERVER
 
 Operator = torch._ops.OpOverload
 
@@ -62,6 +52,7 @@ class Watcher(Protocol):
 
 class _Native:
     def __init__(self, path: Path) -> None:
+        self.path = path
         library, holding_gil = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.set_devices = library.lo_set_devices
         self.set_devices.argtypes = [ctypes.c_uint64]
@@ -84,16 +75,16 @@ _loaded: _Native | None = None
 
 
 def library_path() -> Path:
-    """Return the built library."""
-    return build(_LIBRARY, Torch.here())
+    """Return the library that is loaded. Raises NativeUnavailable with the reason."""
+    return _native().path
 
 
 @cache
 def _tried() -> _Native | str:
     global _loaded
     try:
-        _loaded = _Native(library_path())
-    except (NativeUnavailable, OSError) as error:
+        _loaded = loaded(OBSERVER, _Native, Torch.here())
+    except NativeUnavailable as error:
         return str(error)
     return _loaded
 

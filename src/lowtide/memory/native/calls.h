@@ -26,6 +26,15 @@ struct Settings {
   bool operator==(const Settings& other) const;
 };
 
+// The overload's name; "" in torch 2.6, which does not tell it: there the address of the operator's name has to do.
+template <typename Function>
+const char* overload_of(const Function& fn) {
+  if constexpr (requires { fn.overload_name(); })
+    return fn.overload_name() ? fn.overload_name() : "";
+  else
+    return "";
+}
+
 // What the schema says, for those who want to run an operator again.
 struct Repeats {
   std::shared_ptr<const c10::OperatorHandle> op;  // none: it cannot be run again, whatever it is given

@@ -115,7 +115,7 @@ bool ends_with(const std::string& text, const char* end) {
 Facts facts_from_schema(const at::RecordFunction& fn) {
   Facts facts;
   facts.name = fn.name();
-  facts.overload = fn.overload_name() ? fn.overload_name() : "";
+  facts.overload = overload_of(fn);
   {
     std::lock_guard<std::mutex> guard(log_mutex);
     facts.id = name_id(facts.name);
@@ -154,7 +154,7 @@ Facts facts_from_schema(const at::RecordFunction& fn) {
 // Schemas live as long as the process, and so do their names: a name's address tells the operator, if the text agrees.
 const Facts& facts_of(const at::RecordFunction& fn) {
   thread_local std::unordered_map<const char*, Facts> known;
-  const char* overload = fn.overload_name() ? fn.overload_name() : "";
+  const char* overload = overload_of(fn);
   auto found = known.find(fn.name());
   if (found != known.end() && found->second.name == fn.name() && found->second.overload == overload)
     return found->second;

@@ -99,7 +99,7 @@ bool is_view(const c10::FunctionSchema& schema) {
 // Schemas live as long as the process, and so do their names: a name's address tells the operator, if the text agrees.
 const Facts& facts_of(const at::RecordFunction& fn) {
   thread_local std::unordered_map<const char*, Facts> known;
-  const char* overload = fn.overload_name() ? fn.overload_name() : "";
+  const char* overload = overload_of(fn);
   auto found = known.find(fn.name());
   if (found != known.end() && found->second.name == fn.name() && found->second.overload == overload)
     return found->second;
@@ -132,10 +132,12 @@ bool is_made_into_others(const c10::OperatorHandle& op) {
       {c10::DeviceType::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1}};
   for (const auto& [type, autograd] : own)
     if (is_wanted(type) && op.hasKernelForDispatchKey(autograd)) return true;
-  for (c10::DeviceType type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
-    if (is_wanted(type) && at::autocast::is_autocast_enabled(type) &&
+  for (int i = 0; i < c10::COMPILE_TIME_MAX_DEVICE_TYPES; ++i) {
+    auto type = static_cast<c10::DeviceType>(i);
+    if (is_wanted(type) && at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type) &&
         op.hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(type)))
       return true;
+  }
   return false;
 }
 

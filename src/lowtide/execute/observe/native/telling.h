@@ -37,6 +37,15 @@ inline PyObject* tell(PyObject* function, PyObject* first, PyObject* second) {
   return nullptr;
 }
 
+// The overload's name; "" in torch 2.6, which does not tell it: there the address of the operator's name has to do.
+template <typename Function>
+const char* overload_of(const Function& fn) {
+  if constexpr (requires { fn.overload_name(); })
+    return fn.overload_name() ? fn.overload_name() : "";
+  else
+    return "";
+}
+
 using Values = c10::ArrayRef<const c10::IValue>;
 
 // Whoever calls through the boxed interface, as TorchScript does, shows the whole stack: the last values are the call's.

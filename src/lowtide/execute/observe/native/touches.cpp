@@ -120,7 +120,7 @@ bool may_write(const c10::FunctionSchema& schema, const c10::Argument& argument)
 
 const Facts& facts_of(const at::RecordFunction& fn) {
   thread_local std::unordered_map<const char*, Facts> known;
-  const char* overload = fn.overload_name() ? fn.overload_name() : "";
+  const char* overload = overload_of(fn);
   auto found = known.find(fn.name());
   if (found != known.end() && found->second.name == fn.name() && found->second.overload == overload)
     return found->second;
