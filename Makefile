@@ -39,6 +39,7 @@ mutations: $(STAMP)  ## take the hosted systems apart line by line: a test has t
 	$(BIN)/python tests/mutations.py
 
 papers: $(STAMP)  ## simulate the headlines of the papers and write docs/reproduction.md
+	$(PIP) install -q -c constraints.txt matplotlib
 	$(BIN)/python benchmarks/papers.py
 
 bench: $(STAMP)  ## measure against stock PyTorch and others; takes long

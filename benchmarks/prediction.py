@@ -1,8 +1,8 @@
 """Predict managed steps from a capture of the unmanaged script alone, then run the script managed, and compare.
 
-For each script: `lowtide probe` measures the machine, `lowtide capture` records one unmanaged step, `lowtide simulate`
-predicts the step and its peak for policies and budgets, with the trace's operator times and with `--machine here`.
-Only then does `lowtide run` train it inside those budgets. All are the commands that a user has.
+For each script: `lowtide probe` measures the machine, `lowtide capture` records one unmanaged step, and the step and
+its peak are predicted for policies and budgets as `lowtide simulate` does it, with the trace's operator times and with
+`--machine here`. Only then does `lowtide run` train it inside those budgets. All are commands that a user has.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from rich.console import Console
 
 from benchmarks.jobs import ROOT
 from benchmarks.pages import table, write_page
+from lowtide import registry
+from lowtide.core.machine import Machine
+from lowtide.core.serialize import load_trace
+from lowtide.core.timeline import Timeline
+from lowtide.core.trace import Trace
+from lowtide.estimate.calibrate import load_machine
+from lowtide.report import budget_of, problem_of, settle
 
 SCRIPT = ROOT / "benchmarks" / "prediction_script.py"
 MODELS = ("unet", "densenet", "convnext", "lstm", "vit", "mixer")
 POLICIES = ("auto", "capuchin", "vdnn")
 # Of what activations add to the static bytes.
-BUDGETS = ("70%", "50%")
+BUDGETS = ("70%", "45%")
 PEAK_TOLERANCE = 0.01
 TRACE_TOLERANCE = 0.10
 HERE_TOLERANCE = 0.20
-WARMUP_STEPS = 6
+WARMUP_STEPS = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,32 +65,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _cases(model: str, options: argparse.Namespace, spill: Path) -> list[dict[str, Any]]:
     """Return the predictions and the measurements of one script; predictions come first."""
-    trace = spill / f"{model}.trace"
+    path = spill / f"{model}.trace"
     script = [str(SCRIPT), model, *(["--batch", str(options.batch)] if options.batch else [])]
-    _lowtide("probe", "--spill", str(spill), cache=spill)
-    captured = json.loads(_lowtide("capture", "--json", "-o", str(trace), "--steps", "4", *script, cache=spill))
+    _lowtide("probe", "--spill", str(spill), cache=spill)  # not the machine that the user keeps
+    captured = json.loads(_lowtide("capture", "--json", "-o", str(path), "--steps", "7", *script))
+    trace, machine = load_trace(path), load_machine(path=spill / "machine.json")
+    if machine is None:
+        raise SystemExit("lowtide probe left no machine: look at the spill directory")
     lines = []
     for budget in options.budgets:
         for policy in options.policies:
-            asked = ("simulate", str(trace), "--budget", budget, "--policy", policy, "--json")
-            told = json.loads(_lowtide(*asked, cache=spill))
-            here = json.loads(_lowtide(*asked, "--machine", "here", cache=spill))
+            told, here = (_predicted(trace, machine, budget, policy, keep_times=keep) for keep in (True, False))
             lines.append(
                 {
                     "model": model,
                     "policy": policy,
                     "budget": budget,
-                    "budget_bytes": told["budget_bytes"],
+                    "budget_bytes": told.budget_bytes,
                     "unmanaged_s": captured["step_s"],
                     "operators": captured["operators"],
-                    "predicted_s": told["step_s"],
-                    "predicted_peak_bytes": told["peak_bytes"],
-                    "predicted_stall_s": told["stall_s"],
-                    "predicted_recompute_s": told["recompute_s"],
-                    "predicted_out_bytes": told["moved_out_bytes"],
-                    "here_s": here["step_s"],
-                    "here_peak_bytes": here["peak_bytes"],
-                    "here_compute_s": here["compute_s"],
+                    "predicted_s": told.step_s,
+                    "predicted_peak_bytes": told.peak_bytes,
+                    "predicted_stall_s": told.stall_s,
+                    "predicted_recompute_s": told.recompute_s,
+                    "predicted_out_bytes": told.moved_out_bytes,
+                    "here_s": here.step_s,
+                    "here_peak_bytes": here.peak_bytes,
+                    "here_compute_s": here.compute_s,
                 }
             )
     stock = _steps(script, steps=WARMUP_STEPS + options.steps, spill=spill, budget_bytes=1 << 40, policy="auto")
@@ -108,22 +116,27 @@ def _cases(model: str, options: argparse.Namespace, spill: Path) -> list[dict[st
     return lines
 
 
+def _predicted(trace: Trace, machine: Machine, budget: str, policy: str, *, keep_times: bool) -> Timeline:
+    """Return what `lowtide simulate TRACE --budget B --policy P` says, with `--machine here` unless times are kept."""
+    budget_bytes = budget_of(budget, static_bytes=trace.static_bytes, peak_bytes=trace.peak_bytes)
+    problem = problem_of(trace, machine, budget_bytes=budget_bytes, keep_times=keep_times)
+    return settle(problem, registry.policy(policy)).timeline
+
+
 def _steps(script: list[str], *, steps: int, spill: Path, budget_bytes: int, policy: str) -> list[dict[str, Any]]:
     """Return the settled steps of a run."""
     log = spill / "steps.jsonl"
     log.unlink(missing_ok=True)
     budget = ("--budget", str(budget_bytes), "--spill", str(spill), "--policy", policy)
-    _lowtide("run", "--quiet", "--log", str(log), *budget, *script, "--steps", str(steps), cache=spill)
+    _lowtide("run", "--quiet", "--log", str(log), *budget, *script, "--steps", str(steps))
     return [json.loads(line) for line in log.read_text().splitlines()][WARMUP_STEPS:]
 
 
-def _lowtide(*arguments: str, cache: Path) -> str:
+def _lowtide(*arguments: str, cache: Path | None = None) -> str:
     paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "LOWTIDE_CACHE": str(cache),
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    if cache is not None:
+        environment["LOWTIDE_CACHE"] = str(cache)
     done = subprocess.run(
         [sys.executable, "-m", "lowtide.cli", *arguments],
         capture_output=True,
@@ -199,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), help="shares of what activations add")
-    parser.add_argument("--steps", type=int, default=8, help="steps measured in each case")
+    parser.add_argument("--steps", type=int, default=6, help="steps measured in each case")
     parser.add_argument("--batch", type=int, default=None, help="another batch size, to try the script itself")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "prediction.json")
     parser.add_argument("--append", action="store_true", help="keep the other scripts' cases in the output")

@@ -1,9 +1,14 @@
-"""Floating-point operations of operators, by PyTorch's own formulas; 0 where there is none, as for elementwise ones."""
+"""Floating-point operations of operators, by PyTorch's own formulas; 0 where there is none, as for elementwise ones.
+
+One is ours: PyTorch's count of a convolution's backward forgets groups. The gradient of a depthwise convolution's
+weight comes out as many times too large as there are channels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -27,9 +32,33 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     if formula is None:
         return 0.0
     try:
+        if packet is _aten.convolution_backward:
+            return convolution_backward_flops(*args, **kwargs)
         return float(formula(*args, **kwargs, out_val=out))
     except (AssertionError, TypeError, ValueError):
         return 0.0  # shapes the formula does not know, such as nested tensors
+
+
+def convolution_backward_flops(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    _bias_sizes: object,
+    _stride: object,
+    _padding: object,
+    _dilation: object,
+    transposed: bool,
+    _output_padding: object,
+    _groups: int,
+    output_mask: Sequence[bool],
+) -> float:
+    """Return the operations of a convolution's backward: those of its forward, for each of the two gradients asked for.
+
+    A weight of `groups` has as many fewer channels, so its elements tell how often each place is multiplied.
+    """
+    places = x if transposed else gradient
+    forward = 2.0 * places.shape[0] * prod(places.shape[2:]) * weight.numel()
+    return forward * sum(map(bool, output_mask[:2]))
 
 
 class CountFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @model_options
 @click.option("--fake", is_flag=True, help="With --model: do not execute, only follow shapes; any size works.")
 @click.option("--machine", metavar="M", help="With --model: predict operator times for this machine, such as v100.")
-@click.option("--steps", default=3, show_default=True, help="Training steps to run; the last one is kept.")
+@click.option("--steps", default=3, show_default=True, help="Steps to run; from the third on, the median is kept.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.argument("script", required=False, type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

@@ -13,7 +13,9 @@ import lowtide
 from lowtide import capture_step
 from lowtide.core.trace import Kind, Phase, Reach, Trace
 from lowtide.errors import BadArgument
+from lowtide.execute.tide.recording import typical
 from lowtide.memory.native import load
+from lowtide.testing.traces import chain_trace
 from tests import models
 from tests.execute.training import NO_PRESSURE_BYTES, Training, need
 
@@ -219,3 +221,16 @@ def test_operators_of_torchscript_touch_their_own_operands(tmp_path: Path) -> No
         (made,) = [op for op in trace.ops if op.name == "aten::mul"]
         assert len(written.reads) == 2
         assert set(written.writes) == set(written.reads) & set(made.writes)
+
+
+def test_of_several_settled_steps_the_one_of_median_duration_is_typical() -> None:
+    steps = [chain_trace(3, duration_s=seconds) for seconds in (5.0, 1.0, 3.0)]
+    assert typical(steps) is steps[2]
+    assert typical(steps[:2]) is steps[1]
+
+
+def test_a_step_of_other_operators_is_another_kind_of_step() -> None:
+    steps = [chain_trace(3, duration_s=seconds) for seconds in (5.0, 1.0, 3.0)]
+    other = chain_trace(4, duration_s=1.0)
+    assert typical([other, *steps]) is steps[2]
+    assert typical([*steps, other]) is other

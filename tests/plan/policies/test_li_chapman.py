@@ -163,14 +163,14 @@ def test_dense_objects_are_copied_ahead_and_sparse_ones_come_on_demand() -> None
 
 
 def scanned_twice(*, near: bool) -> Trace:
-    """A sparse object that is used again soon or late, beside a dense one that is used again late."""
-    last = 3 if near else 10
+    """A sparse object that is used again soon or late, beside a dense one that is used again still later."""
+    last = 3 if near else 9
     steps = [
         Step(
             name=f"aten::op{k}",
             phase=Phase.FORWARD if k < 6 else Phase.BACKWARD,
             duration_s=1e-3,
-            reads=tuple(one for one, used in ((0, last), (1, 11)) if used == k) + ((2,) if k in (4, 5, 6) else ()),
+            reads=tuple(one for one, used in ((0, last), (1, 11)) if used == k) + ((2,) if k in (4, 5, 6, 10) else ()),
             writes={0: (0,), 1: (1,)}.get(k, ()),
             scratch_bytes=8 * MIB if k == 2 else 0,
         )

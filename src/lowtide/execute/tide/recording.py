@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ _UNMANAGED: dict[str, Any] = {
     "verify": False,
     "moves_nothing": True,
 }
+# The first step has the start of the program in it, the second still makes what later ones find.
+_SETTLED_STEP = 3
 
 
 def capture_step(
@@ -89,11 +91,12 @@ class _Enough(BaseException):
 
 
 class _Steps:
-    """The optimizer steps of a script: takes the trace after `steps` of them, counts operations in the next."""
+    """The optimizer steps of a script: takes the trace of a typical one of `steps`, counts operations in the next."""
 
     def __init__(self, tide: Tide, steps: int) -> None:
         self._tide = tide
         self._steps = steps
+        self._settled: list[Trace] = []
         self.done = 0
         self.trace: Trace | None = None
         self.unrecorded: BadArgument | None = None
@@ -104,12 +107,14 @@ class _Steps:
         self.done += 1
         if self.done > self._steps:
             raise _Enough
-        if self.done == self._steps:
+        if self.done >= min(self._steps, _SETTLED_STEP):
             try:
-                self.trace = self._tide.trace()
+                self._settled.append(self._tide.trace())
             except BadArgument as error:
                 self.unrecorded = error
                 raise _Enough from error
+        if self.done == self._steps:
+            self.trace = typical(self._settled)
             self.counter.__enter__()  # type: ignore[no-untyped-call]  # torch leaves modes untyped
 
     def end(self) -> None:
@@ -118,11 +123,19 @@ class _Steps:
             self.counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
+def typical(traces: Sequence[Trace]) -> Trace:
+    """Return, of the traces with the operators of the last one, the one of median duration: a step may be disturbed."""
+    names = [op.name for op in traces[-1].ops]
+    alike = sorted((one for one in traces if [op.name for op in one.ops] == names), key=lambda one: one.duration_s)
+    return alike[(len(alike) - 1) // 2]
+
+
 def capture_script(path: Path, argv: list[str], *, steps: int = 3) -> Trace:
     """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps.
 
-    The first of them has the start of the program in it, the second still makes what later ones find. One more step, if
-    the script has one, counts floating-point operations: counting slows operators down.
+    The first of them has the start of the program in it, the second still makes what later ones find; of those from the
+    third on, the one of median duration is kept. One more step, if the script has one, counts floating-point
+    operations: counting slows operators down.
     """
     uncounted = f"{path.name} ended before a step to count them in: record fewer steps of it, or let it run longer"
     with open_tide([], [], **_UNMANAGED) as tide:
