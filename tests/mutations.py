@@ -292,7 +292,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "unified_memory", "the most recently used goes", "self._lru.popitem(last=False)", "self._lru.popitem(last=True)"
     ),
     # ---- SwapAdvisor
-    _policy("swapadvisor", "children are not crossed", "pair[self._random.randrange(2)] for pair", "pair[0] for pair"),
     # ---- predictors
     _policy(
         "paleo",
@@ -384,12 +383,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "what is made needs no sources",
         "                    programme.at_least({**there(s, source), make[s][i]: -1.0}, 0.0)\n",
         "                    pass\n",
-    ),
-    _policy(
-        "checkmate",
-        "the relaxation is rounded at one threshold",
-        "THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)",
-        "THRESHOLDS = (0.9,)",
     ),
     _policy(
         "layer_budgets", "the link takes everything", "    programme.at_least({**transfers, short: 1.0}, -link_s)\n", ""

@@ -32,6 +32,7 @@ def alive(*sizes: int) -> list[tuple[float, int, int]]:
         ("arena", [1, 65], 64 + 128),
         ("arena", [64 * KIB + 1], 68 * KIB),
         ("pytorch", [1], 2 * MIB),
+        ("pytorch", [1] * 4097, 4 * MIB),  # each takes 512 bytes
         ("pytorch", [512 * KIB] * 4, 2 * MIB),
         ("pytorch", [512 * KIB] * 5, 4 * MIB),
         ("pytorch", [MIB], 2 * MIB),  # still a small block
