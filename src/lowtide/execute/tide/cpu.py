@@ -30,6 +30,7 @@ from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.places import located
 from lowtide.execute.tide.tide import Tide
+from lowtide.execute.update.put_off import PutOff
 from lowtide.execute.update.rehearsal import rehearse
 from lowtide.execute.update.slices import SlicedUpdates
 from lowtide.memory.ranges import RangeMemory, RangeUsage
@@ -84,7 +85,11 @@ class CpuTide(Tide):
         self._last_peak_bytes = 0
         self._strangers = 0  # the most blocks of other allocators that a step has used
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
-        self._slices = SlicedUpdates(slice_bytes=_RECORDED_SLICE_BYTES if moves_nothing else budget_bytes // 8)
+        self._put_off = PutOff(memory, budget_bytes=budget_bytes)
+        self._slices = SlicedUpdates(
+            slice_bytes=_RECORDED_SLICE_BYTES if moves_nothing else budget_bytes // 8,
+            puts_off=None if moves_nothing else self._put_off,
+        )
         try:
             memory.open(budget_bytes)
         except BaseException:
@@ -144,11 +149,11 @@ class CpuTide(Tide):
         if not self._inside or self._rehearsing or self._moves_nothing or os.getpid() != self._pid:
             return
         if optimizer not in self._rehearsed:
-            self._rehearsing = True
+            self._rehearsing = self._put_off.paused = True
             try:
                 self._to_come_bytes = rehearse(optimizer, least_bytes=self._memory.least_bytes)
             finally:
-                self._rehearsing = False
+                self._rehearsing = self._put_off.paused = False
         if self._memory.was_sounded:
             # What a program may have been written to catch; `turning_refusals_into_errors` gives it its name.
             raise torch.OutOfMemoryError(f"lowtide: {self._too_small()}")
@@ -386,6 +391,7 @@ class CpuTide(Tide):
             "discarded_bytes": usage.counted.discarded,
             "recompute_trials": usage.counted.trials,
             "swapped_instead": usage.counted.not_discarded,
+            "operators_put_off": self._put_off.operators,
             "unmanaged": {"memory of another allocator": self._strangers} if self._strangers else {},
             **self._memory.figures(),
         }

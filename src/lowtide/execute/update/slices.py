@@ -4,6 +4,8 @@ Such an optimizer passes lists of all its tensors to a dozen operators, one afte
 than memory, every operator would read and write all of them anew. A parameter's update depends on no other's, so
 PyTorch's functional form of the optimizer is called once for each slice of its lists instead, and each tensor comes
 back once.
+
+Where updates are put off, that is asked for here too: PyTorch's functional optimizers compute element by element.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -44,6 +47,24 @@ _OPERATORS = (
     "_foreach_zero_",
 )
 
+
+class PutsOff(Protocol):
+    """See `put_off.PutOff`."""
+
+    @property
+    def least_bytes(self) -> int:
+        """Smaller tensors are updated at once."""
+        ...
+
+    def pays(self) -> bool:
+        """Tell whether an update that comes now is worth putting off."""
+        ...
+
+    def calls(self) -> AbstractContextManager[None]:
+        """Put off what is called meanwhile."""
+        ...
+
+
 _on: list[SlicedUpdates] = []  # where a training is on several devices there are several; the smallest slices count
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
@@ -53,6 +74,7 @@ class SlicedUpdates:
 
     Where all of them take no more than `whole_bytes`, nothing is sliced. `operators`: operators on lists are sliced
     too, wherever they are called from Python. `made` is told of state that an update makes before its optimizer has it.
+    `puts_off`: whoever puts updates off that are worth it.
     """
 
     def __init__(
@@ -62,10 +84,12 @@ class SlicedUpdates:
         operators: bool = False,
         whole_bytes: int = 0,
         made: Callable[[list[torch.Tensor]], None] = lambda _tensors: None,
+        puts_off: PutsOff | None = None,
     ) -> None:
         self.slice_bytes = slice_bytes
         self.whole_bytes = whole_bytes
         self.made = made
+        self.puts_off = puts_off
         self._operators = operators
 
     def on(self) -> None:
@@ -95,16 +119,28 @@ def _replace(module: Any, name: str, sliced: Callable[[Callable[..., Any]], Call
 
 
 def _sliced_update(original: Callable[..., None]) -> Callable[..., None]:
-    in_slices = _sliced(original)
-
     @wraps(original)
     def update(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("foreach") or kwargs.get("fused") or _decides_alike(params, kwargs):
-            in_slices(params, *args, **kwargs)
-        else:
-            original(params, *args, **kwargs)  # one parameter at a time already
+        lists = bool(kwargs.get("foreach") or kwargs.get("fused") or _decides_alike(params, kwargs))
+        late = _who_puts_off(params)
+        if late is None:
+            parts = list(_slices(_lists(params, args, kwargs), range(len(params)))) if lists else []
+            _in_parts(original, parts, params, args, kwargs)
+            return
+        # What is too small to be put off would hold the rest of a list up.
+        small = [index for index, one in enumerate(params) if one.nbytes < late.least_bytes]
+        large = [index for index, one in enumerate(params) if one.nbytes >= late.least_bytes]
+        parts = [small] * bool(small) + list(_slices(_lists(params, args, kwargs), large)) if lists else []
+        with late.calls():
+            _in_parts(original, parts, params, args, kwargs)
 
     return update
+
+
+def _who_puts_off(params: list[torch.Tensor]) -> PutsOff | None:
+    if any(one.device.type != "cpu" for one in params):
+        return None
+    return next((one.puts_off for one in _on if one.puts_off is not None and one.puts_off.pays()), None)
 
 
 def _decides_alike(params: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -119,45 +155,63 @@ def _decides_alike(params: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
 def _sliced(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        count = len(params)
-        lists = [value for value in (params, *args, *kwargs.values()) if _is_list_of(value, count)]
-        slices = list(_slices(lists, count))
-        if len(slices) < 2:
-            return original(params, *args, **kwargs)
-        results: list[Any] = []
-        for begin, end in slices:
-
-            def part(value: Any, begin: int = begin, end: int = end) -> Any:
-                return value[begin:end] if _is_list_of(value, count) else value
-
-            parts = [part(value) for value in (params, *args)]
-            named = {name: part(value) for name, value in kwargs.items()}
-            results += original(*parts, **named) or ()
-            # A function may put tensors into its lists: SGD's first momentum.
-            for value, changed in zip((params, *args, *kwargs.values()), (*parts, *named.values()), strict=True):
-                if _is_list_of(value, count):
-                    made = [new for old, new in zip(value[begin:end], changed, strict=True) if new is not old]
-                    value[begin:end] = changed
-                    for one in _on if made else ():
-                        one.made([tensor for tensor in made if isinstance(tensor, torch.Tensor)])
-        return results or None
+        parts = list(_slices(_lists(params, args, kwargs), range(len(params))))
+        return _in_parts(original, parts, params, args, kwargs)
 
     return call
 
 
-def _slices(lists: Sequence[list[Any]], count: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of slices, each with as many parameters as fit, and one at least."""
-    sizes = [sum(one[index].nbytes for one in lists if isinstance(one[index], torch.Tensor)) for index in range(count)]
+def _lists(params: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Any]]:
+    return [value for value in (params, *args, *kwargs.values()) if _is_list_of(value, len(params))]
+
+
+def _in_parts(
+    original: Callable[..., Any],
+    parts: Sequence[Sequence[int]],
+    params: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a function on lists once for each part of them, which is told by its positions."""
+    if len(parts) < 2:
+        return original(params, *args, **kwargs)
+    count = len(params)
+    results: list[Any] = []
+    for positions in parts:
+
+        def part(value: Any, positions: Sequence[int] = positions) -> Any:
+            return [value[at] for at in positions] if _is_list_of(value, count) else value
+
+        given = [part(value) for value in (params, *args)]
+        named = {name: part(value) for name, value in kwargs.items()}
+        results += original(*given, **named) or ()
+        # A function may put tensors into its lists: SGD's first momentum.
+        for value, changed in zip((params, *args, *kwargs.values()), (*given, *named.values()), strict=True):
+            if not _is_list_of(value, count):
+                continue
+            made = []
+            for at, new in zip(positions, changed, strict=True):
+                if new is not value[at]:
+                    value[at] = new
+                    made.append(new)
+            for one in _on if made else ():
+                one.made([tensor for tensor in made if isinstance(tensor, torch.Tensor)])
+    return results or None
+
+
+def _slices(lists: Sequence[list[Any]], positions: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield positions in slices, each with as many parameters as fit, and one at least."""
+    sizes = [sum(one[at].nbytes for one in lists if isinstance(one[at], torch.Tensor)) for at in positions]
     is_whole = sum(sizes) <= min((one.whole_bytes for one in _on), default=sys.maxsize)
     slice_bytes = sys.maxsize if is_whole else min(one.slice_bytes for one in _on)
     begin, held_bytes = 0, 0
     for index, nbytes in enumerate(sizes):
         if index > begin and held_bytes + nbytes > slice_bytes:
-            yield begin, index
+            yield positions[begin:index]
             begin, held_bytes = index, 0
         held_bytes += nbytes
-    if begin < count:
-        yield begin, count
+    if begin < len(positions):
+        yield positions[begin:]
 
 
 def _is_list_of(value: object, count: int) -> bool:

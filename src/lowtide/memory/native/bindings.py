@@ -50,6 +50,15 @@ class Place(IntEnum):
     SLOW = 4
 
 
+class UpdateCounters(NamedTuple):
+    """Operators of optimizers that were put off, those of them that have run, faults that waited, updates to come."""
+
+    put_off: int
+    run: int
+    asked: int
+    waiting: int
+
+
 class EndedStep(NamedTuple):
     """The plan that a step followed to its end, its operators, and where it left the plan that it began with.
 
@@ -289,6 +298,9 @@ class Native:
         self.take_strangers = quick("lt_take_strangers", i64)
         self.stress = quick("lt_stress", None, i64, ctypes.c_uint64)
         self._name_id = quick("lt_name_id", i64, ctypes.c_char_p)
+        self.put_off = quick("lt_put_off", None, integer)
+        self.run_updates = quick("lt_run_updates", integer)
+        self._update_counters = quick("lt_update_counters", None, pointer)
 
         self._names: list[str] = []
         self._kept_tiers: list[object] = []
@@ -419,6 +431,12 @@ class Native:
         out = (ctypes.c_int64 * len(RangeCounters.__slots__))()
         self._range_counters(out)
         return RangeCounters(**dict(zip(RangeCounters.__slots__, out, strict=True)))
+
+    def update_counters(self) -> UpdateCounters:
+        """Return what the updates that were put off count."""
+        values = (ctypes.c_int64 * 4)()
+        self._update_counters(values)
+        return UpdateCounters(*values)
 
     def tier_counters(self, tier: int) -> TierCounters:
         """Return a tier's numbers now."""

@@ -19,6 +19,16 @@
 #endif
 
 namespace lowtide {
+
+bool is_plain(const at::Tensor& tensor) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  // Wrappers of all kinds (vmap, functionalization, quantized, nested) have classes of their own.
+  return typeid(*impl) == typeid(c10::TensorImpl) && impl->has_storage() &&
+      impl->device_type() == c10::DeviceType::CPU && impl->layout() == c10::kStrided &&
+      !impl->key_set().has(c10::DispatchKey::Python) && !impl->key_set().has(c10::DispatchKey::ZeroTensor) &&
+      !impl->has_symbolic_sizes_strides() && !impl->is_inference();
+}
+
 namespace {
 
 constexpr uint32_t kUsualRounding = 0x1F80;
@@ -113,17 +123,8 @@ class Under {
   bool caches_;
 };
 
-bool is_plain(const at::Tensor& tensor) {
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  // Wrappers of all kinds (vmap, functionalization, quantized, nested) have classes of their own.
-  return typeid(*impl) == typeid(c10::TensorImpl) && impl->has_storage() &&
-      impl->device_type() == c10::DeviceType::CPU && impl->layout() == c10::kStrided &&
-      !impl->key_set().has(c10::DispatchKey::Python) && !impl->key_set().has(c10::DispatchKey::ZeroTensor) &&
-      !impl->has_symbolic_sizes_strides() && !impl->is_inference();
-}
-
 // Nothing that others would see, and no mode of the program's.
-bool is_plain(const c10::impl::LocalDispatchKeySet& keys) {
+bool are_plain(const c10::impl::LocalDispatchKeySet& keys) {
   const c10::DispatchKeySet strange(
       {c10::DispatchKey::Python,
        c10::DispatchKey::PythonTLSSnapshot,
@@ -327,18 +328,11 @@ Repeats repeats_of(const c10::OperatorHandle& op, bool by_layout) {
 }
 
 std::shared_ptr<Call> remember(
-    const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp, int64_t number) {
-  if (!repeats.op) return nullptr;
-  Settings settings = Settings::now();
+    c10::ArrayRef<const c10::IValue> inputs, const Repeats& repeats, const Settings& settings, int64_t stamp) {
   // Whoever runs it again on a thread of ours has other helpers, which do not know that setting.
-  if (!is_plain(settings.keys) || (settings.rounding != kUsualRounding && settings.threads > 1)) return nullptr;
-  auto inputs = fn.inputs();
-  if (inputs.size() != repeats.writes.size()) return nullptr;
-  if (repeats.dropout >= 0 && !(inputs[repeats.dropout].isDouble() && inputs[repeats.dropout].toDouble() == 0.0))
-    return nullptr;
+  if (!are_plain(settings.keys) || (settings.rounding != kUsualRounding && settings.threads > 1)) return nullptr;
   bool training = repeats.training >= 0 && inputs[repeats.training].isBool() && inputs[repeats.training].toBool();
   auto call = std::make_shared<Call>(Call{repeats.op, stamp});
-  call->number = number;
   for (size_t i = 0; i < inputs.size(); ++i) {
     Argument& argument = call->arguments.emplace_back();
     if (training && repeats.statistics[i]) continue;  // they would move along once more
@@ -347,6 +341,18 @@ std::shared_ptr<Call> remember(
   thread_local std::shared_ptr<const Settings> last;
   if (!last || !(*last == settings)) last = std::make_shared<const Settings>(settings);
   call->settings = last;
+  return call;
+}
+
+std::shared_ptr<Call> remember(
+    const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp, int64_t number) {
+  if (!repeats.op) return nullptr;
+  auto inputs = fn.inputs();
+  if (inputs.size() != repeats.writes.size()) return nullptr;
+  if (repeats.dropout >= 0 && !(inputs[repeats.dropout].isDouble() && inputs[repeats.dropout].toDouble() == 0.0))
+    return nullptr;
+  auto call = remember(inputs, repeats, Settings::now(), stamp);
+  if (call) call->number = number;
   return call;
 }
 

@@ -47,6 +47,9 @@ struct Repeats {
 
 Repeats repeats_of(const c10::OperatorHandle& op, bool by_layout);
 
+// The call of an operator with `inputs`; nullptr: it cannot be run again. With `pages().mutex` held.
+std::shared_ptr<Call> remember(
+    c10::ArrayRef<const c10::IValue> inputs, const Repeats& repeats, const Settings& settings, int64_t stamp);
 // The call that begins, of operator `number`; nullptr: it cannot be run again. With `pages().mutex` held.
 std::shared_ptr<Call> remember(
     const at::RecordFunction& fn, const Repeats& repeats, int64_t stamp, int64_t number);
@@ -57,6 +60,9 @@ void note_products(Call& call, const at::RecordFunction& fn);
 using StorageOf = std::function<c10::Storage(const Operand&)>;
 // Run a call again; returns its tensors, through lists, in order. Throws what the operator throws.
 std::vector<at::Tensor> run_again(const Call& call, const StorageOf& storage_of);
+
+// Whether this is memory that a call can be given again, or that one makes.
+bool is_plain(const at::Tensor& tensor);
 
 void each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& visit);
 

@@ -3,6 +3,7 @@
 // A fault is synchronous: the thread that is interrupted was at an access of its own to tensor memory, so it holds none of
 // our locks, and may be made to wait. It may hold the GIL: it gives that up while it waits for a medium in Python.
 #include "remakes.h"
+#include "updates.h"
 
 #include <signal.h>
 #include <ucontext.h>
@@ -46,6 +47,20 @@ bool serve(void* address, bool write) {
   ++(was_here ? all.counted.write_faults : all.counted.faults);
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kTouch, range->serial, write);
   int64_t serial = range->serial;
+  // What was put off is done first; see updates.h. Whoever runs it, or a thread of its kernels, is here for that.
+  for (bool waits = false; !updating && !in_forked_child() && range->serial == serial; waits = true) {
+    std::shared_ptr<Update> due = updates().due(range, write);
+    if (!due || (due->running && due->faults && !waits)) break;
+    if (due->failed) {
+      updates().go_without_waiting(range, write, guard);
+      break;
+    }
+    if (!due->running) {
+      ++updates().counted.asked;
+      remakes().ask({serial});
+    }
+    all.change_waiting(guard, true);
+  }
   // What is computed from it is computed while it is as it was; see Note [What a recipe stands on].
   while (write && !remaking && !in_forked_child() && range->serial == serial) {
     std::vector<int64_t> due = remakes().dependents(range);

@@ -27,6 +27,7 @@ _CORE_HEADERS = (
     "slow.h",
     "source.h",
     "tier.h",
+    "updates.h",
 )
 
 CORE = Library(
@@ -43,7 +44,7 @@ NATIVE = Library(
     title=_TITLE,
     build_s=_BUILD_S,
     directory=_HERE,
-    sources=("allocator.cpp", "calls.cpp", "observe.cpp", "reruns.cpp", "tensors.cpp"),
+    sources=("allocator.cpp", "calls.cpp", "observe.cpp", "reruns.cpp", "tensors.cpp", "updates.cpp"),
     headers=("calls.h", *_CORE_HEADERS),
     core=CORE,
 )

@@ -8,7 +8,9 @@
 #include "calls.h"
 #include "remakes.h"
 #include "schedule.h"
+#include "updates.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -527,10 +529,31 @@ void check(const Call& call, const at::RecordFunction& fn) {
   if (result != &Checked::same) checked.names.emplace_back(fn.name());
 }
 
+// Run the updates that were put off and that an operator's operands wait for.
+void run_updates_before(const at::RecordFunction& fn) {
+  const Facts& facts = facts_of(fn);
+  if (!facts.touches) return;
+  std::vector<std::shared_ptr<Update>> due;
+  {
+    std::lock_guard<std::mutex> guard(pages().mutex);
+    if (!ranges().announcing) return;
+    auto inputs = arguments_of(fn, facts);
+    for (size_t i = 0; i < inputs.size(); ++i)
+      each_tensor(inputs[i], [&](const at::Tensor& tensor) {
+        Range* range = range_of(tensor);
+        auto update = range ? updates().due(range, i < facts.changes.size() && facts.changes[i]) : nullptr;
+        if (update && std::find(due.begin(), due.end(), update) == due.end()) due.push_back(std::move(update));
+      });
+  }
+  for (const auto& update : due) updates().run(update);
+}
+
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
-  running.push_back(fn.name());
   bool log = logging.load(std::memory_order_relaxed), touch = touching.load(std::memory_order_relaxed);
-  if (!log && !touch) return nullptr;
+  bool program = touch && !putting_off && !updating && !at::in_parallel_region();
+  if (program && updates().any() && fn.scope() == at::RecordScope::FUNCTION) run_updates_before(fn);
+  running.push_back(fn.name());
+  if ((!log && !touch) || putting_off) return nullptr;
   bool function = fn.scope() == at::RecordScope::FUNCTION;
   const Facts& facts = facts_of(fn);
   if (log) log_event(Event::kOpBegin, facts.id, static_cast<int64_t>(fn.scope()), touch ? (facts.computes ? 1 : 2) : 0);
@@ -582,7 +605,7 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
       running.erase(running.begin() + static_cast<std::ptrdiff_t>(at));
       break;
     }
-  if (logging.load(std::memory_order_relaxed)) {
+  if (logging.load(std::memory_order_relaxed) && !putting_off) {
     if (with_operands && fn.scope() == at::RecordScope::FUNCTION) {
       const Facts& facts = facts_of(fn);
       const auto& stack = fn.outputs();
@@ -683,8 +706,12 @@ Aside::~Aside() {
 }
 
 const char* current_op() {
-  for (const char* name : running)
-    if (std::strstr(name, "::") && std::strncmp(name, "autograd::", 10) != 0) return name;
+  // An update that was put off runs before an operator that others may run in.
+  auto is_step = [](const char* name) { return std::strncmp(name, "Optimizer.step#", 15) == 0; };
+  auto begin = std::find_if(running.rbegin(), running.rend(), is_step).base();
+  if (begin == running.end()) begin = running.begin();
+  for (auto name = begin; name != running.end(); ++name)
+    if (std::strstr(*name, "::") && std::strncmp(*name, "autograd::", 10) != 0) return *name;
   return running.empty() ? "" : running.back();
 }
 

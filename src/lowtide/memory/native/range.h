@@ -10,6 +10,7 @@ namespace lowtide {
 
 struct Transfer;
 struct Recipe;
+struct Update;
 
 // Where a range's bytes are, and who pays for them. `dirty` and `slot` say whether its tier holds them too.
 enum class Place : uint8_t {
@@ -64,6 +65,9 @@ struct Range {
   void* keeper = nullptr;  // of foreign memory: what frees it, for an orphan's end
   void (*free_keeper)(void*) = nullptr;
   std::shared_ptr<Recipe> recipe;  // it is discarded, or on trial (remakes.h)
+  std::shared_ptr<Update> update;  // put off; it reads or changes this range (updates.h)
+  bool barred = false;     // and it changes it: nobody has access to its pages; see Note [Barred]
+  bool vacant = false;     // and it makes it: it has no bytes yet; see Note [Vacant]
   int wanted = 0;          // by operators that are about to begin, or run again: it may leave, but is not discarded
   char* data = nullptr;           // the tensor's own address; below `start` for foreign memory
   Transfer* transfer = nullptr;   // under way

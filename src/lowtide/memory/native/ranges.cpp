@@ -4,6 +4,7 @@
 #include "checksum.h"
 #include "remakes.h"
 #include "schedule.h"
+#include "updates.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -87,6 +88,7 @@ void Ranges::forget(Range* range) {
   by_serial_.erase(range->serial);
   range->serial = 0;
   range->recipe = nullptr;
+  range->update = nullptr;
   unused_.push_back(range);
   progress();
 }
@@ -174,7 +176,7 @@ void Ranges::note_write(Range* range, int64_t stamp) {
 }
 
 void Ranges::protect(Range* range) {
-  bool may = is_reachable(range) && range->writable && range->lent == 0;
+  bool may = is_reachable(range) && range->writable && range->lent == 0 && !range->barred;
   if (may && mprotect(range->start, range->bytes, PROT_READ) == 0) range->writable = false;
 }
 
@@ -232,6 +234,7 @@ bool Ranges::make_writable(Range* range) {
 }
 
 void Ranges::settle(Range* range, char* from, bool huge) {
+  if (range->barred && mprotect(from, range->bytes, PROT_NONE) != 0) std::abort();  // before anybody can see them
   if (!pages().attach(from, range->bytes, range->start)) std::abort();  // a hole takes as many mappings as its pages had
   range->place = Place::kHere;
   range->huge = huge;
@@ -418,7 +421,7 @@ bool Ranges::prefetch(Range* range) {
   if (range->place == Place::kLeaving) call_back(range);
   if (range->place == Place::kSlow) return fetch_slow(range);
   if (range->place != Place::kAway || is_discarded(range)) return true;
-  if (range->lost || stopping_) return false;
+  if (range->lost || range->vacant || stopping_) return false;
   char* room = pages().take(range->bytes, range->start);
   if (!room) return false;
   begin_read(range, room, false);
@@ -459,7 +462,7 @@ bool Ranges::bring_waiting(
         range->transfer->awaited = true;  // see Note [Slow]
       else if (call_back(range))
         continue;
-    } else if (range->lost) {
+    } else if (range->lost || range->vacant) {
       break;
     } else if (is_discarded(range)) {
       if (remaking) break;
@@ -1006,6 +1009,7 @@ void Ranges::forget_trouble() {
     range->lost = 0;
     if (range->filled && range->pins == 0) unfill(range);
   }
+  updates().forgive();
 }
 
 void Ranges::leave_all() {
@@ -1327,7 +1331,8 @@ int Ranges::stop_waiting(bool bring_back) {
 // fork waits for the chunks of files in flight. A medium in Python is not waited for: its thread may need the GIL that we
 // hold.
 void Ranges::pause_for_fork() {
-  remakes().remake_all();  // a child has nobody who could
+  updates().run_all();  // a child has nobody who could
+  remakes().remake_all();
   std::unique_lock<std::mutex> guard(pages().mutex);
   // A child shares no memory with its parent: pages of a file end their way, and then stay in the parent's alone.
   ++waiting_;
@@ -1374,6 +1379,7 @@ void Ranges::abandon_in_child() {
   schedule().abandon_step();
   schedule().clear();
   remakes().abandon_in_child();
+  updates().abandon_in_child();
   pages().use_file(-1);  // it is the parent's
   for (const Child& child : children_) close(child.pipe);
   children_.clear();

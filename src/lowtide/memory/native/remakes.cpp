@@ -3,6 +3,7 @@
 
 #include "checksum.h"
 #include "schedule.h"
+#include "updates.h"
 
 namespace lowtide {
 
@@ -139,7 +140,7 @@ bool Remakes::discard(
   auto known = experience_.find(decision.key);
   auto recipe = std::make_shared<Recipe>();
   bool possible = (known == experience_.end() || known->second) && ranges().announcing && !range->foreign &&
-      !range->recipe && ranges().may_leave(range) && range->lent == 0 && resolve(*recipe, range, calls);
+      !range->recipe && !range->update && ranges().may_leave(range) && range->lent == 0 && resolve(*recipe, range, calls);
   if (!possible) {
     ++counted.refused;
     return false;
@@ -233,7 +234,7 @@ std::vector<std::shared_ptr<Call>> Remakes::calls_for(const Range* range) const 
 }
 
 bool Remakes::is_makeable(const Range* range) const {
-  if (range->wanted > 0 || range->foreign || range->recipe || range->lent > 0) return false;
+  if (range->wanted > 0 || range->foreign || range->recipe || range->update || range->lent > 0) return false;
   auto calls = calls_for(range);
   if (calls.empty()) return false;
   auto known = experience_.find(key_of(range, calls));
@@ -431,6 +432,7 @@ void Remakes::help() {
       serials = std::move(asked_);
       asked_.clear();
     }
+    for (int64_t serial : serials) updates().run_for(serial, true);
     remake(serials);
   }
 }

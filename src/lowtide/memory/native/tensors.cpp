@@ -1,5 +1,6 @@
 // Tensors as Python hands them over: taken over, moved, lent, looked at.
 #include "schedule.h"
+#include "updates.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
@@ -37,15 +38,29 @@ Range* range_of(const c10::TensorImpl* tensor) {
   return storage ? ranges().of_data(storage->data()) : nullptr;
 }
 
+// Have a range that is pinned as no update is put off that concerns it. False: that failed, and it is not pinned any more.
+bool updated_waiting(int64_t serial, bool changes, std::unique_lock<std::mutex>& guard) {
+  if (!updates().any()) return true;
+  guard.unlock();
+  bool done = updates().run_for(serial, changes);
+  guard.lock();
+  if (!done) ranges().unpin(ranges().of_serial(serial));
+  return done;
+}
+
 }  // namespace
 
 extern "C" {
 
 // Have a tensor's bytes be those of a place in a source. Returns 0, or -1: it is no range, or in use.
 int lt_refer(c10::TensorImpl* tensor, int tier, int64_t offset) {
-  std::lock_guard<std::mutex> guard(pages().mutex);
+  std::unique_lock<std::mutex> guard(pages().mutex);
   Range* range = range_of(tensor);
-  return range && ranges().refer(range, Slot{tier, offset}) ? 0 : -1;
+  if (!range) return -1;
+  ranges().pin(range);
+  if (!updated_waiting(range->serial, true, guard)) return -1;
+  ranges().unpin(range);
+  return ranges().refer(range, Slot{tier, offset}) ? 0 : -1;
 }
 
 // Take over the memory behind a tensor that PyTorch's own allocator made. Returns its whole pages' bytes, 0 if it stays;
@@ -112,6 +127,7 @@ int64_t lt_lend_storage(c10::StorageImpl* storage) {
   int64_t serial = range->serial;
   // Whoever has the address may write.
   ranges().pin(range);
+  if (!updated_waiting(serial, true, guard)) return 0;
   remakes().have_waiting(remakes().dependents(range), guard, false);
   if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
   if (ranges().bring_waiting(range, guard, true)) {
@@ -136,6 +152,7 @@ int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
   if (!range) return 0;
   int64_t serial = range->serial;
   ranges().pin(range);
+  if (!updated_waiting(serial, false, guard)) return -1;
   if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
   if (ranges().bring_waiting(range, guard, true)) {
     ranges().touch(range, false);
@@ -149,7 +166,7 @@ int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
 int64_t lt_version(c10::TensorImpl* tensor) {
   std::lock_guard<std::mutex> guard(pages().mutex);
   Range* range = range_of(tensor);
-  bool known = range && ranges().is_clean(range) && !ranges().tiers[range->slot.tier].addressable && range->lent == 0;
+  bool known = range && !range->barred && ranges().is_clean(range) && !ranges().tiers[range->slot.tier].addressable && range->lent == 0;
   return known ? range->copy : 0;
 }
 }

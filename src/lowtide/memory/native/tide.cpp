@@ -1,5 +1,6 @@
 // Ranges and schedules as Python sees them.
 #include "schedule.h"
+#include "updates.h"
 
 #include <pthread.h>
 
@@ -100,12 +101,15 @@ void lt_catch_faults() {
 int lt_ranges_stop(int bring_back) {
   WithoutGil released;
   if (in_forked_child()) return 0;
+  bool whole = updates().run_all();
+  if (!whole) updates().give_up_all();
   remakes().remake_all();
   {
     std::lock_guard<std::mutex> guard(pages().mutex);
     schedule().clear();
   }
-  return ranges().stop_waiting(bring_back != 0);
+  int error = ranges().stop_waiting(bring_back != 0);
+  return error || whole ? error : kLost;
 }
 
 // Who is given up first from here on: one of `Order`; `discards`: without a copy, as far as it can be made again.
@@ -300,6 +304,7 @@ int64_t lt_plan_add(
 
 void lt_step_begin(int64_t plan) {
   catch_faults();  // somebody may have come after us
+  updates().forget_unseen();
   std::lock_guard<std::mutex> guard(pages().mutex);
   schedule().begin_step(plan);
 }
