@@ -8,7 +8,7 @@ from __future__ import annotations
 from lowtide.tiers.encoded import Encoded
 from lowtide.tiers.extents import Extent, Extents
 from lowtide.tiers.file import FileMedium
-from lowtide.tiers.medium import ALIGN_BYTES, Files, Medium, PlainMedium
+from lowtide.tiers.medium import ALIGN_BYTES, Engine, Files, Medium, PlainMedium
 from lowtide.tiers.null import NullMedium
 from lowtide.tiers.open import known_schemes, open_medium
 from lowtide.tiers.store import Store, ThreadStore, Transfer
@@ -18,6 +18,7 @@ __all__ = [
     "ALIGN_BYTES",
     "Direction",
     "Encoded",
+    "Engine",
     "Extent",
     "Extents",
     "Fault",

@@ -366,8 +366,8 @@ void Ranges::fetch_slow_waiting(int64_t serial, std::unique_lock<std::mutex>& gu
 
 bool Ranges::call_back(Range* range) {
   Transfer* transfer = range->transfer;
-  // Files are written from pages that the kernel holds meanwhile; a checksum or a medium in Python reads the addresses.
-  if (transfer->summing || transfer->reading > 0 || (transfer->pending > 0 && tiers[transfer->slot.tier].call)) {
+  if (transfer->summing || transfer->reading > 0 ||
+      (transfer->pending > 0 && tiers[transfer->slot.tier].reads_addresses())) {
     transfer->recalled = true;
     return false;
   }
@@ -617,7 +617,8 @@ void Ranges::bury_children() {
 bool Ranges::leave(Range* range, int32_t tier, bool placed, int32_t coder) {
   if (!is_loose(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
-  bool clean = is_clean(range) && (!placed || range->slot.tier == tier);
+  // What a server that is gone held too is here only, and has to be written again.
+  bool clean = is_clean(range) && (!placed || range->slot.tier == tier) && tiers[range->slot.tier].holds();
   if (!clean) {
     bury_children();
     if (range->slot.offset >= 0 &&
