@@ -9,10 +9,11 @@ import torch
 
 import lowtide
 from lowtide.errors import LowtideError
+from lowtide.tiers import FileMedium, Slabs, open_medium
 from tests.bitwise.harness import stock
 from tests.bitwise.record import assert_identical
 from tests.bitwise.test_pages import LEAST_BYTES, need, train
-from tests.tiers.resp_server import needs_redis, real_redis, resp_server
+from tests.tiers.resp_server import DROP, needs_redis, real_redis, resp_server
 from tests.tiers.test_redis_medium import tls_url
 
 __all__ = ["tls_url"]
@@ -82,3 +83,28 @@ def test_a_server_that_dies_in_a_training_is_told_with_its_address() -> None:
                 for _ in range(2):
                     step()
         assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("policy", ["fastswap", "infiniswap"])
+def test_training_goes_on_when_a_server_of_several_dies(policy: str, tmp_path: Path) -> None:
+    """Infiniswap's acceptance: a server that is killed in the middle of a run loses nothing."""
+    name, count = "mlp", 0
+    with resp_server() as first, resp_server() as second:
+
+        def die(words: list[bytes]) -> bytes | None:
+            nonlocal count
+            count += words[0] in (b"SET", b"SETRANGE")
+            if count < 60:
+                return None
+            first.stop()
+            return DROP
+
+        # Both servers hold some: slabs are smaller than what leaves.
+        slabs = Slabs(
+            [open_medium(first.url), open_medium(second.url)], backup=FileMedium([tmp_path]), slab_bytes=256 << 10
+        )
+        first.script = die
+        record, stats, _ = train(name, budget_bytes=halfway(name), spill=slabs, policy=policy)  # type: ignore[arg-type]
+        assert_identical(stock(name), record)
+        assert stats["servers_lost"] == 1
+        assert stats["swapped_in_bytes"] > 0

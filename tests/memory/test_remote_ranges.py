@@ -189,6 +189,35 @@ def test_a_child_serves_itself_on_a_connection_of_its_own(opened: Opened, server
     assert torch.equal(x, pattern(2 * MIB, 1))
 
 
+def test_a_read_that_is_waited_for_is_not_held_up_by_reads_ahead(opened: Opened, server: RespServer) -> None:
+    """Fastswap's acceptance: what is missed does not queue behind what may be needed later."""
+    engine = opened(open_medium(f"{server.url}?sockets=2"), budget=64 * MIB)
+    x, *ahead = (filled(MIB, seed) for seed in range(4))
+    engine.send_away(x, *ahead)
+    held = threading.Semaphore(0)
+    goes_on, done = threading.Event(), threading.Event()
+    chunks = {b":0", b":1"}  # of x, which left first
+
+    def script(words: Words) -> None:
+        if words[0] == b"GET" and words[1][-2:] not in chunks and not words[1].endswith(b":mark"):
+            held.release()
+            goes_on.wait(60)
+
+    server.script = script
+    for tensor in ahead:
+        assert engine.native.fetch(tensor._cdata) == 0
+    for _ in range(2):
+        assert held.acquire(timeout=60), "both movers read ahead, and wait for the server"
+    missing = threading.Thread(target=lambda: (x.sum(), done.set()))
+    missing.start()
+    served = done.wait(30)
+    goes_on.set()
+    missing.join()
+    assert served, "the read that was waited for had to queue"
+    for seed, tensor in enumerate((x, *ahead)):
+        assert torch.equal(tensor, pattern(MIB, seed))
+
+
 def test_frames_of_a_codec_go_there_too(opened: Opened, server: RespServer) -> None:
     from lowtide.codecs import ZeroValue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from lowtide.tiers.resp import Connection, Refused, command
@@ -54,15 +54,20 @@ class Lease:
             return
         self._ended.set()
         with suppress(OSError):
-            connection = self._connect()
-            try:
-                for keys in self._keys():
-                    try:
-                        connection.call("UNLINK", *keys)
-                    except Refused:  # a server that does not know it
-                        connection.call("DEL", *keys)
-            finally:
-                connection.close()
+            self.remove([key for keys in self._keys() for key in keys])
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove some keys."""
+        connection = self._connect()
+        try:
+            for first in range(0, len(keys), _AT_ONCE):
+                some = keys[first : first + _AT_ONCE]
+                try:
+                    connection.call("UNLINK", *some)
+                except Refused:  # a server that does not know it
+                    connection.call("DEL", *some)
+        finally:
+            connection.close()
 
     def _keep(self) -> None:
         while not self._ended.wait(self._expiry_s / 3):

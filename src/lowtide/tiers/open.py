@@ -35,9 +35,10 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
     """Return the medium that `spill` names.
 
-    A directory, several (striped), a tier URL (`file:///fast/disk`, `redis://host`, `null:`, the scheme of an installed
-    plug-in, or any of these with a lossless codec: `file+zvc:///fast/disk`), a medium, which is returned as it is, or
-    None: what $LOWTIDE_SPILL names, else a temporary directory on a disk.
+    A directory, several (striped), servers with a directory behind them (slabs.py), a tier URL (`file:///fast/disk`,
+    `redis://host`, `null:`, the scheme of an installed plug-in, or any of these with a lossless codec:
+    `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a temporary
+    directory on a disk.
     """
     failures.checked_capacity(capacity_bytes)
     if spill is None:
@@ -63,7 +64,33 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
             f"{type(spill).__name__} is no Medium: it lacks {', '.join(missing_of_medium(spill))}; "
             "lowtide.tiers.PlainMedium has defaults to inherit"
         )
+    servers = [each for each in spill if isinstance(each, str) and _is_server(each)]
+    if servers:
+        return _open_slabs(servers, [each for each in spill if each not in servers], capacity_bytes=capacity_bytes)
     return FileMedium(_directories(spill), capacity_bytes=capacity_bytes)
+
+
+def _is_server(location: str) -> bool:
+    match = _URL.match(location)
+    return match is not None and match[1].lower() in SCHEMES
+
+
+def _open_slabs(servers: Sequence[str], rest: Sequence[object], *, capacity_bytes: int | None) -> Medium:
+    from lowtide.tiers.slabs import Slabs  # Late, as the servers' own parts are.
+
+    if not rest:
+        raise BadArgument(
+            "several servers alone lose what they hold: name a directory beside them, as in ['redis://a', '/disk']"
+        )
+    backup = FileMedium(_directories(rest), capacity_bytes=capacity_bytes)
+    opened: list[Medium] = [backup]
+    try:
+        opened += [open_medium(url) for url in servers]
+    except BaseException:
+        for medium in opened:
+            medium.close()
+        raise
+    return Slabs(opened[1:], backup=backup)
 
 
 def default_directory() -> tuple[Path, tuple[str, ...]]:

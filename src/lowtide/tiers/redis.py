@@ -52,7 +52,7 @@ class RedisMedium(PlainMedium):
         self._tls = server.tls_context()
         self._counted_before = Traffic()
         tally = _Tally()
-        connect = _Connect(server, self._tls)
+        connect = self._connect = _Connect(server, self._tls)
         try:
             with contextlib.closing(connect()) as connection:
                 self.notes = tuple(self._remarks(connection))
@@ -76,7 +76,7 @@ class RedisMedium(PlainMedium):
                     chunk_bytes=server.chunk_bytes,
                     expiry_s=server.expiry_s,
                     timeout_s=server.timeout_s,
-                    sockets=server.sockets,
+                    sockets=server.sockets + 1,  # one more for the mover of urgent reads
                 )
                 tally.native = self._native
         self._tally = tally
@@ -126,6 +126,19 @@ class RedisMedium(PlainMedium):
     def renew(self) -> None:
         """Let all keys live for another while; a thread does so all the time."""
         self._lease.renew()
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Remove the keys of whole chunks that nobody will read any more; the server has their memory back."""
+        self._check(offset)
+        chunks = range(-(-offset // self.server.chunk_bytes), (offset + nbytes) // self.server.chunk_bytes)
+        self._lease.remove([f"{self.prefix}:{chunk}" for chunk in chunks])
+
+    def free_bytes(self) -> int:
+        """Return how many more bytes the server has room for; a large number where it states no limit."""
+        with contextlib.closing(self._connect()) as connection:
+            facts = _memory_facts(connection)
+        most = int(facts.get("maxmemory", "0") or 0)
+        return max(0, most - int(facts.get("used_memory", "0") or 0)) if most else 1 << 62
 
     def close(self) -> None:
         """Remove the keys. A forked child only closes its own connections."""
@@ -214,12 +227,10 @@ class RedisMedium(PlainMedium):
 
     def _remarks(self, connection: Connection) -> Iterator[str]:
         try:
-            told = connection.call("INFO", "memory")
+            facts = _memory_facts(connection)
         except Refused as refused:
             yield f"{self.place} does not tell how much memory it has ({refused.said})"
             return
-        lines = (told if isinstance(told, bytes) else b"").decode(errors="replace").splitlines()
-        facts = dict(line.split(":", 1) for line in lines if ":" in line)
         most = int(facts.get("maxmemory", "0") or 0)
         policy = facts.get("maxmemory_policy", _NO_EVICTION)
         if not most:
@@ -235,6 +246,12 @@ class RedisMedium(PlainMedium):
                 f"the spill's capacity is {format_bytes(self.capacity_bytes)}, but {self.place} has "
                 f"{format_bytes(room)} left"
             )
+
+
+def _memory_facts(connection: Connection) -> dict[str, str]:
+    told = connection.call("INFO", "memory")
+    lines = (told if isinstance(told, bytes) else b"").decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 class _Connect:

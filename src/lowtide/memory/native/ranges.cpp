@@ -407,6 +407,7 @@ void Ranges::begin_read(Range* range, char* pages, bool urgent) {
 
 void Ranges::hurry(Transfer* transfer) {
   transfer->awaited = true;
+  queued_.notify_all();
   auto found = std::find(reads_.begin(), reads_.end(), transfer);
   if (found == reads_.end() || found == reads_.begin()) return;
   reads_.erase(found);
@@ -942,12 +943,15 @@ void Ranges::leave_all() {
 
 // ---- transfers ----
 
-void Ranges::work() {
+void Ranges::work(bool urgent) {
   std::unique_lock<std::mutex> guard(pages().mutex);
+  auto has_work = [&] {
+    return urgent ? !reads_.empty() && reads_.front()->awaited : !reads_.empty() || !writes_.empty();
+  };
   for (;;) {
-    queued_.wait(guard, [&] { return !forking_ && (stopping_ || !reads_.empty() || !writes_.empty()); });
+    queued_.wait(guard, [&] { return !forking_ && (stopping_ || has_work()); });
+    if (!has_work()) return;                          // stopping, and nothing left to do
     auto& queue = reads_.empty() ? writes_ : reads_;  // reads first: they may be waited for
-    if (queue.empty()) return;                        // stopping, and nothing left to do
     Transfer* transfer = queue.front();
     int64_t most = transfer->slot.frames ? kFrame : kTransferChunk;
     int64_t at = transfer->issued, n = std::min(most, transfer->bytes - at);
@@ -1196,6 +1200,10 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   forget_trouble();
   unstick();
   while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this] { work(); });
+  // See Note [Urgent].
+  bool far = std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.engine; });
+  if (far && !urgent_mover_) threads_.emplace_back([this] { work(true); });
+  urgent_mover_ = urgent_mover_ || far;
   return first;
 }
 
@@ -1231,6 +1239,7 @@ int Ranges::stop_waiting(bool bring_back) {
   guard.unlock();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+  urgent_mover_ = false;
   guard.lock();
   for (Range* range : by_age_) {
     range->leave_asked = false;
@@ -1294,6 +1303,7 @@ void Ranges::abandon_in_child() {
   for (std::condition_variable* condition : {&changed, &queued_, &idle_}) new (condition) std::condition_variable;
   for (auto& thread : threads_) thread.detach();
   threads_.clear();
+  urgent_mover_ = false;
   reads_.clear();
   writes_.clear();
   transferring_ = 0;
