@@ -100,7 +100,7 @@ def test_a_medium_that_says_too_little_of_itself_is_refused_with_what_it_lacks()
     class New(Old, PlainMedium):
         pass
 
-    with pytest.raises(BadArgument, match="Old is no Medium: it lacks codecs, directories, engine, figures, files, res"):
+    with pytest.raises(BadArgument, match="Old is no Medium: it lacks codecs, directories, engine, figures, files, re"):
         open_medium(Old())  # type: ignore[arg-type]
     new = New()
     assert open_medium(new) is new

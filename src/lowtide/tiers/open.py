@@ -64,15 +64,16 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
             f"{type(spill).__name__} is no Medium: it lacks {', '.join(missing_of_medium(spill))}; "
             "lowtide.tiers.PlainMedium has defaults to inherit"
         )
-    servers = [each for each in spill if isinstance(each, str) and _is_server(each)]
+    servers = _servers(spill)
     if servers:
         return _open_slabs(servers, [each for each in spill if each not in servers], capacity_bytes=capacity_bytes)
     return FileMedium(_directories(spill), capacity_bytes=capacity_bytes)
 
 
-def _is_server(location: str) -> bool:
-    match = _URL.match(location)
-    return match is not None and match[1].lower() in SCHEMES
+def _servers(spill: object) -> list[str]:
+    """Return the servers of a list; callers without a type checker may pass anything."""
+    texts = [each for each in spill if isinstance(each, str)] if isinstance(spill, Sequence) else []
+    return [text for text in texts if (match := _URL.match(text)) is not None and match[1].lower() in SCHEMES]
 
 
 def _open_slabs(servers: Sequence[str], rest: Sequence[object], *, capacity_bytes: int | None) -> Medium:
