@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "autograd": set(),
     "codecs": {"compiled"},
     "plan": {"core"},
-    "tiers": {"codecs", "core"},
+    "tiers": {"codecs", "compiled", "core"},
     "memory": {"codecs", "compiled", "core", "tiers"},
     "paging": {"compiled", "core"},
     "estimate": {"core", "tiers"},

@@ -31,6 +31,8 @@ _BUILTIN_POLICIES = {
     "vdnn_dyn": "lowtide.plan.policies.vdnn:VdnnDyn",
     "vdnn_pp": "lowtide.plan.policies.vdnn_pp:VdnnPlusPlus",
     "accudnn": "lowtide.plan.policies.accudnn:AccUdnn",
+    "fastswap": "lowtide.plan.policies.fastswap:Fastswap",
+    "infiniswap": "lowtide.plan.policies.infiniswap:Infiniswap",
     "dtr": "lowtide.plan.policies.dtr:Dtr",
     "infinite_memory": "lowtide.plan.policies.infinite_memory:InfiniteMemory",
     "mindspore_gsm": "lowtide.plan.policies.mindspore:MindSporeGsm",

@@ -103,11 +103,22 @@ def spill_locations(stated: Sequence[str]) -> list[str]:
     return [str(default_directory()[0])]
 
 
+def is_server(location: str) -> bool:
+    """Return whether a spill location is a server that has to be asked, and no directory."""
+    from lowtide.tiers.server_url import SCHEMES
+
+    return location.partition(":")[0].partition("+")[0].lower() in SCHEMES and "://" in location
+
+
 def spill_directory(location: str) -> Path:
     """Return the directory that a path or file: URL names, for the verbs that look at a disk itself."""
+    from lowtide.tiers.server_url import hide_password
+
     directories = _directories([location])
     if not directories:
-        raise BadArgument(f"{location} is not a directory, so it has no disk to measure: pass a directory with --spill")
+        raise BadArgument(
+            f"{hide_password(location)} is not a directory, so it has no disk to measure: pass a directory with --spill"
+        )
     return directories[0]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.cli.checks import check_directory, explain_auto, spill_directory, spill_locations
+from lowtide.cli.checks import check_directory, explain_auto, is_server, spill_directory, spill_locations
 from lowtide.cli.output import console, echo_json
 from lowtide.core.units import format_bytes, format_rate
 from lowtide.errors import BadArgument, LowtideError
@@ -37,7 +37,9 @@ class Finding:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--spill", metavar="DIR", help="The spill directory to look at (default: where Lowtide would spill).")
+@click.option(
+    "--spill", metavar="DIR", help="The spill directory or server to look at (default: where Lowtide would spill)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(*, spill: str | None, as_json: bool) -> int:
     """Check what Lowtide needs here, and say how to fix what is missing.
@@ -48,12 +50,16 @@ def command(*, spill: str | None, as_json: bool) -> int:
     Examples:
       lowtide doctor
       lowtide doctor --spill /fast/disk --json
+      lowtide doctor --spill redis://memory-server
     """
     (where,) = spill_locations(() if spill is None else (spill,))
-    directory = spill_directory(where)
-    if directory.exists():
-        check_directory(directory)
-    findings = list(examine(directory))
+    if is_server(where):
+        findings = list(examine(where))
+    else:
+        directory = spill_directory(where)
+        if directory.exists():
+            check_directory(directory)
+        findings = list(examine(directory))
     if as_json:
         echo_json([asdict(finding) for finding in findings])
     else:
@@ -61,16 +67,23 @@ def command(*, spill: str | None, as_json: bool) -> int:
     return int(any(finding.verdict is Verdict.FAIL for finding in findings))
 
 
-def examine(spill: Path, *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield everything worth knowing about spilling to `spill`; `root` is where /proc and /sys are looked for."""
+def examine(spill: Path | str, *, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield everything worth knowing about spilling to `spill`; `root` is where /proc and /sys are looked for.
+
+    `spill` is a directory, or the URL of a server.
+    """
     yield _python()
     yield _torch()
     yield from _native()
-    yield from _spill(spill)
+    if isinstance(spill, str):
+        yield _server(spill)
+    else:
+        yield from _spill(spill)
     yield _limits(root)
     yield _auto(root)
     yield _huge_pages(root)
-    yield _probed(spill)
+    if isinstance(spill, Path):  # a server is measured when a training opens it
+        yield _probed(spill)
 
 
 def _python() -> Finding:
@@ -146,6 +159,26 @@ def _spill(directory: Path) -> Iterator[Finding]:
         verdict=Verdict.WARN if low else Verdict.OK,
         detail=f"{format_bytes(free)} free",
         fix="free some space, or pass another directory with --spill" if low else "",
+    )
+
+
+def _server(url: str) -> Finding:
+    from lowtide.tiers.open import open_medium
+    from lowtide.tiers.server_url import hide_password
+
+    try:
+        medium = open_medium(url)
+    except (LowtideError, OSError) as error:
+        return Finding(what="spill", verdict=Verdict.FAIL, detail=str(error), fix="start or change the server")
+    notes = getattr(medium, "notes", ())
+    native = medium.engine is not None
+    medium.close()
+    way = "moved natively" if native else "moved through Python: encrypted, encoded, or no compiler"
+    return Finding(
+        what="spill",
+        verdict=Verdict.WARN if notes else Verdict.OK,
+        detail="; ".join((f"{hide_password(url)} answers, {way}", *notes)),
+        fix="give the server more memory, or state fewer disk bytes" if notes else "",
     )
 
 

@@ -6,20 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.checks import check_spill, spill_directory, spill_locations, warn_of_memory
+from lowtide.cli.checks import check_spill, is_server, spill_directory, spill_locations, warn_of_memory
 from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument
 
 if TYPE_CHECKING:
-    from lowtide.core.machine import Machine
+    from lowtide.core.machine import Link, Machine
 
 _CUT_BYTES = 64 << 20
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--spill", multiple=True, metavar="DIR", help="The directory to spill to; repeat it to stripe over several."
+    "--spill",
+    multiple=True,
+    metavar="DIR",
+    help="The directory or server to spill to; repeat directories to stripe over several.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(*, spill: tuple[str, ...], as_json: bool) -> int:
@@ -31,8 +34,12 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
     Examples:
       lowtide probe --spill /fast/disk
       lowtide probe --spill /disk1 --spill /disk2 --json
+      lowtide probe --spill redis://memory-server
     """
     where = spill_locations(spill)
+    if len(where) == 1 and is_server(where[0]):
+        _probe_server(where[0], as_json=as_json)
+        return 0
     directories = [spill_directory(location) for location in where]
     check_spill(where)
     warn_of_memory(where)
@@ -69,14 +76,48 @@ def command(*, spill: tuple[str, ...], as_json: bool) -> int:
         ("matrix product", f"{compute.matmul_flop_per_s / 1e9:.0f} GFLOP/s"),
         ("memory", f"{format_rate(machine.memory_bytes_per_s or 0.0)}; a copy reads and writes, so half of that"),
         ("spill", f"{', '.join(map(str, directories))} ({'O_DIRECT' if direct else 'through the page cache'})"),
-        ("write", f"{format_rate(link.write_bytes_per_s)} after {format_seconds(link.write_latency_s)}"),
-        ("read", f"{format_rate(link.read_bytes_per_s)} after {format_seconds(link.read_latency_s)}"),
-        ("while nothing computes", f"{link.idle_speedup:.2f} times as fast"),
+        *_link_rows(link),
         (f"{format_bytes(cut['nbytes'])} read, copied", _sentence(cut)),
         ("kept in", str(path)),
     ]
     console().print(facts("This machine, measured", rows))
     return 0
+
+
+def _probe_server(url: str, *, as_json: bool) -> None:
+    """Measure a server and tell; a training measures it again when it opens it, so nothing is kept."""
+    from lowtide.estimate import calibrate
+    from lowtide.tiers.open import open_medium
+    from lowtide.tiers.server_url import hide_password
+
+    compute = calibrate.measure_compute()
+    medium = open_medium(url)
+    try:
+        machine = calibrate.measure_machine(medium, compute=compute)
+    finally:
+        medium.close()
+    shown = hide_password(url)
+    if as_json:
+        found = {"matmul_flop_per_s": compute.matmul_flop_per_s, "directories": [], "spill": shown, "file": None}
+        echo_json({**calibrate.machine_to_dict(machine), **found})
+        return
+    link = machine.links[calibrate.SPILL]
+    rows = [
+        ("matrix product", f"{compute.matmul_flop_per_s / 1e9:.0f} GFLOP/s"),
+        ("memory", f"{format_rate(machine.memory_bytes_per_s or 0.0)}; a copy reads and writes, so half of that"),
+        ("spill", shown),
+        *_link_rows(link),
+        ("kept in", "no file: a server is measured whenever a training opens it"),
+    ]
+    console().print(facts("This machine, measured", rows))
+
+
+def _link_rows(link: Link) -> list[tuple[str, str]]:
+    return [
+        ("write", f"{format_rate(link.write_bytes_per_s)} after {format_seconds(link.write_latency_s)}"),
+        ("read", f"{format_rate(link.read_bytes_per_s)} after {format_seconds(link.read_latency_s)}"),
+        ("while nothing computes", f"{link.idle_speedup:.2f} times as fast"),
+    ]
 
 
 def _cut(machine: Machine) -> dict[str, Any]:

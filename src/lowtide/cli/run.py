@@ -229,8 +229,12 @@ def _beside(program: Beside, settings: Settings, *, where: Sequence[str]) -> dic
 
 
 def _choices(settings: Settings, where: Sequence[str]) -> str:
+    from lowtide.tiers.server_url import hide_password
+
     slow = "" if settings.slow is None else f"slow memory {settings.slow}, "
-    return f"{slow}spill to {', '.join(where)}, policy {settings.policy}{', verify' * settings.verify}"
+    return (
+        f"{slow}spill to {', '.join(map(hide_password, where))}, policy {settings.policy}{', verify' * settings.verify}"
+    )
 
 
 @contextmanager

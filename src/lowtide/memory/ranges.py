@@ -54,7 +54,7 @@ from lowtide.memory.native.bindings import (
     Trouble,
 )
 from lowtide.tiers.file import create_unnamed
-from lowtide.tiers.medium import ALIGN_BYTES, Medium
+from lowtide.tiers.medium import ALIGN_BYTES, Engine, Medium
 
 # What a budget that is too small is told in multiples of.
 _GRAIN_BYTES = 64 << 10
@@ -161,15 +161,20 @@ class RangeMemory:
         self._sources: list[SourceFile] = []
         self._inherited = _take_over(self.native)
         self._slow = dict(slow or {})
+        self._engines: dict[str, Engine] = {}
         for name, medium in self._media.items():
-            files = medium.files
+            files, engine = medium.files, medium.engine
             self.native.tier_add(
                 fds=() if files is None else files.fds,
                 stripe_bytes=1 if files is None else files.stripe_bytes,
                 capacity_bytes=medium.capacity_bytes,
-                medium=self._caller(medium) if files is None else None,
+                medium=self._caller(medium) if files is None and engine is None else None,
+                engine=engine,
                 slow=self._slow.get(name),
             )
+            if engine is not None:
+                self._engines[name] = engine
+                threads = max(threads, engine.threads)
         self.native.order(order, discards=discards)
         self.codecs = tuple(codecs)
         self.coders = add_coders(self.native, self.codecs)
@@ -379,13 +384,23 @@ class RangeMemory:
         return (None if stopped is None else self._error_of(stopped)), warning
 
     def _write_text(self, failed: Trouble) -> str:
-        reason = os.strerror(failed.code) if failed.code < SHORT_READ else "the medium failed"
         place = self._place_of(failed)
-        return f"writing {format_bytes(failed.nbytes)} to {place} failed: {self._medium_error or reason}"
+        return f"writing {format_bytes(failed.nbytes)} to {place} failed: {self._reason(failed)}"
+
+    def _reason(self, trouble: Trouble) -> str:
+        """Return why a transfer failed, in the words of whoever knows best."""
+        engine = self._engine_of(trouble)
+        if engine is not None:
+            return engine.explain(trouble.code)
+        return self._medium_error or (os.strerror(trouble.code) if trouble.code < SHORT_READ else "the medium failed")
 
     def _place_of(self, trouble: Trouble) -> str:
         number = trouble.tier - self.first_tier
         return f"tier '{self.tiers[number]}'" if 0 <= number < len(self.tiers) else "a tier that was open before"
+
+    def _engine_of(self, trouble: Trouble) -> Engine | None:
+        number = trouble.tier - self.first_tier
+        return self._engines.get(self.tiers[number]) if 0 <= number < len(self.tiers) else None
 
     def _error_of(self, trouble: Trouble) -> LowtideError:
         if trouble.code == errno.ENOMEM:
@@ -394,6 +409,9 @@ class RangeMemory:
         place = self._place_of(trouble)
         if trouble.tier in _source_paths:
             return _source_error(trouble, what, _source_paths[trouble.tier])
+        if self._engine_of(trouble) is not None and trouble.code not in (CORRUPTED, NOT_REMADE, LOST):
+            number = errno.EIO if trouble.code >= SHORT_READ else trouble.code
+            return SpillError(number, f"{what} cannot be read back from {place}: {self._reason(trouble)}")
         match trouble.code:
             case code if code == CORRUPTED:
                 return SpillCorrupted(errno.EBADMSG, f"{what} came back changed from {place}: its checksum differs")
@@ -406,7 +424,7 @@ class RangeMemory:
                 )
             case code if code == LOST:
                 return SpillError(errno.ESTALE, f"{what} went with {place}, which was closed")
-        return SpillError(trouble.code, f"{what} cannot be read back from {place}: {os.strerror(trouble.code)}")
+        return SpillError(trouble.code, f"{what} cannot be read back from {place}: {self._reason(trouble)}")
 
     def _caller(self, medium: Medium):  # type: ignore[no-untyped-def]  # ctypes calls it
         def call(write: int, offset: int, address: int, nbytes: int) -> int:
@@ -420,6 +438,7 @@ class RangeMemory:
             except SpillCorrupted:
                 return CORRUPTED
             except OSError as error:
+                self._medium_error = str(error) if isinstance(error, SpillError) else ""
                 return error.errno or errno.EIO
             except BaseException as error:  # noqa: BLE001  # a mover has nobody to raise to: the transfer fails instead
                 self._medium_error = f"{type(error).__name__}: {error}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 from lowtide.tiers.encoded import Encoded
 from lowtide.tiers.extents import Extent, Extents
 from lowtide.tiers.file import FileMedium
-from lowtide.tiers.medium import ALIGN_BYTES, Files, Medium, PlainMedium
+from lowtide.tiers.medium import ALIGN_BYTES, Engine, Files, Medium, PlainMedium
 from lowtide.tiers.null import NullMedium
 from lowtide.tiers.open import known_schemes, open_medium
+from lowtide.tiers.slabs import Slabs
 from lowtide.tiers.store import Store, ThreadStore, Transfer
 from lowtide.tiers.wrappers import Direction, Fault, FaultKind, Faulty, Latency, Throttle, Wrapper
 
@@ -18,6 +19,7 @@ __all__ = [
     "ALIGN_BYTES",
     "Direction",
     "Encoded",
+    "Engine",
     "Extent",
     "Extents",
     "Fault",
@@ -29,6 +31,7 @@ __all__ = [
     "Medium",
     "NullMedium",
     "PlainMedium",
+    "Slabs",
     "Store",
     "ThreadStore",
     "Throttle",

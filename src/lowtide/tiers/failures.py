@@ -9,6 +9,13 @@ from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, SpillError, SpillFull
 from lowtide.tiers.medium import ALIGN_BYTES
 
+# What a native engine answers with beside errnos; the same numbers as in native/resp.cpp and memory/native/tier.h.
+SHORT_READ = 10001
+REFUSED = 10007
+NOT_RESP = 10008
+FORGOTTEN = 10009
+
+_LONGEST_ANSWER = 200
 # EFBIG is a limit on the size of files (`ulimit -f`): for a spill file it means the same as a full disk.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -27,6 +34,36 @@ def spill_error(cause: OSError, *, verb: str, nbytes: int, place: str, free_byte
     else:
         error = SpillError(f"{text}: check that disk, or spill to another directory")
     error.errno = number
+    return error
+
+
+def server_reason(code: int, *, said: str, place: str, timeout_s: float) -> str:
+    """Return what went wrong with a server, and what to do; `said` is its answer, where it gave one."""
+    said = said if len(said) <= _LONGEST_ANSWER else f"{said[: _LONGEST_ANSWER - 3]}..."
+    match code:
+        case errno.ENOSPC:
+            return f"{place} is out of memory ({said}): raise its maxmemory, or spill to another tier"
+        case code if code == REFUSED:
+            return f"{place} refuses: {said}: check the user's rights and the server's settings"
+        case code if code == NOT_RESP:
+            return f"{place} does not speak RESP (it answered {said!r}): check host and port"
+        case code if code == FORGOTTEN:
+            return f"{place} was restarted or emptied, so what it held is lost: start again from a checkpoint"
+        case code if code == SHORT_READ:
+            return f"short read: {place} has not all of the bytes any more: its keys expired or somebody removed them"
+        case errno.ETIMEDOUT:
+            return f"{place} did not answer within {timeout_s:g} s: check it, or state more with ?timeout="
+    return (
+        f"{place} cannot be reached ({os.strerror(code)}): what was there only comes back once it runs again with its "
+        "data; else start again from a checkpoint"
+    )
+
+
+def server_error(code: int, reason: str, *, verb: str, nbytes: int) -> SpillError:
+    """Return the error for an operation of `nbytes` that failed with a server for `reason`."""
+    text = f"cannot {verb} {format_bytes(nbytes)} ({nbytes} bytes): {reason}"
+    error = SpillFull(text) if code in _FULL else SpillError(text)
+    error.errno = code if code < SHORT_READ else errno.EIO
     return error
 
 

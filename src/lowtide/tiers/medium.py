@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -25,6 +26,22 @@ class Files:
     direct: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Native functions that move a medium's bytes, for movers that have no business in Python.
+
+    `move(context, write, offset, data, nbytes)` returns 0, an errno or one of the codes below; `alive(context)` whether
+    nothing is known against what was written before: both are addresses. `threads` movers have something to gain.
+    `explain(code)` says what went wrong last, and what to do.
+    """
+
+    move: int
+    alive: int
+    context: int
+    threads: int
+    explain: Callable[[int], str]
+
+
 @runtime_checkable
 class Medium(Protocol):
     """Where bytes live. Its operations block, so a store calls them on worker threads, several at once.
@@ -39,7 +56,7 @@ class Medium(Protocol):
     - Operations on distinct extents may run at the same time on any thread.
     - `close` is idempotent; after it, operations raise `OSError`. No operation may be running when it is called.
 
-    `PlainMedium` has what most media say of themselves: no files, no directories, no codecs, no figures.
+    `PlainMedium` has what most media say of themselves: no files, no engine, no directories, no codecs, no figures.
     """
 
     @property
@@ -57,6 +74,10 @@ class Medium(Protocol):
     @property
     def files(self) -> Files | None:
         """The files to read and write by descriptor (None: bytes pass through `write_at` and `read_at` only)."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """What moves its bytes natively, where that is not by descriptor (None: nothing does)."""
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -87,6 +108,11 @@ class PlainMedium:
 
     @property
     def files(self) -> Files | None:
+        """None: bytes pass through `write_at` and `read_at`."""
+        return None
+
+    @property
+    def engine(self) -> Engine | None:
         """None: bytes pass through `write_at` and `read_at`."""
         return None
 

@@ -17,6 +17,7 @@ from lowtide.tiers.encoded import ZERO_VALUE, Encoded, check_lossless
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import Medium, missing_of_medium
 from lowtide.tiers.null import NullMedium
+from lowtide.tiers.server_url import SCHEMES, hide_password, read_server_url
 
 ENTRY_POINTS = "lowtide.tiers"
 """The group of further tiers: the name is a URL scheme, the object `(url, *, capacity_bytes) -> Medium`."""
@@ -26,7 +27,7 @@ SPILL_VARIABLE = "LOWTIDE_SPILL"
 Directory = str | os.PathLike[str]
 Spill = Directory | Sequence[Directory] | Medium | None
 
-_BUILT_IN = ("file", "null")
+_BUILT_IN = ("file", "null", *SCHEMES)
 # Two letters or more before the colon, so that a drive letter is no scheme.
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 
@@ -34,9 +35,10 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
     """Return the medium that `spill` names.
 
-    A directory, several (striped), a tier URL (`file:///fast/disk`, `null:`, the scheme of an installed plug-in, or any
-    of these with a lossless codec: `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what
-    $LOWTIDE_SPILL names, else a temporary directory on a disk.
+    A directory, several (striped), servers with a directory behind them (slabs.py), a tier URL (`file:///fast/disk`,
+    `redis://host`, `null:`, the scheme of an installed plug-in, or any of these with a lossless codec:
+    `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a temporary
+    directory on a disk.
     """
     failures.checked_capacity(capacity_bytes)
     if spill is None:
@@ -62,7 +64,34 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
             f"{type(spill).__name__} is no Medium: it lacks {', '.join(missing_of_medium(spill))}; "
             "lowtide.tiers.PlainMedium has defaults to inherit"
         )
+    servers = _servers(spill)
+    if servers:
+        return _open_slabs(servers, [each for each in spill if each not in servers], capacity_bytes=capacity_bytes)
     return FileMedium(_directories(spill), capacity_bytes=capacity_bytes)
+
+
+def _servers(spill: object) -> list[str]:
+    """Return the servers of a list; callers without a type checker may pass anything."""
+    texts = [each for each in spill if isinstance(each, str)] if isinstance(spill, Sequence) else []
+    return [text for text in texts if (match := _URL.match(text)) is not None and match[1].lower() in SCHEMES]
+
+
+def _open_slabs(servers: Sequence[str], rest: Sequence[object], *, capacity_bytes: int | None) -> Medium:
+    from lowtide.tiers.slabs import Slabs  # Late, as the servers' own parts are.
+
+    if not rest:
+        raise BadArgument(
+            "several servers alone lose what they hold: name a directory beside them, as in ['redis://a', '/disk']"
+        )
+    backup = FileMedium(_directories(rest), capacity_bytes=capacity_bytes)
+    opened: list[Medium] = [backup]
+    try:
+        opened += [open_medium(url) for url in servers]
+    except BaseException:
+        for medium in opened:
+            medium.close()
+        raise
+    return Slabs(opened[1:], backup=backup)
 
 
 def default_directory() -> tuple[Path, tuple[str, ...]]:
@@ -89,10 +118,12 @@ def check_url(location: str) -> None:
         tier, _, name = tier.rpartition("+")
         if not tier:
             raise BadArgument(
-                f"unknown tier '{name}' in {location!r}: known are {', '.join(known_schemes())}; "
+                f"unknown tier '{name}' in {hide_password(location)!r}: known are {', '.join(known_schemes())}; "
                 "write a directory that has a colon in its name with ./ before it"
             )
         check_lossless(codec(name))
+    if tier in SCHEMES:
+        read_server_url(location)
 
 
 def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
@@ -103,6 +134,10 @@ def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
         if url.partition(":")[2] not in ("", "//"):
             raise BadArgument(f"the null tier has no place, so {url!r} means nothing: write 'null:'")
         return NullMedium(capacity_bytes=capacity_bytes)
+    if scheme in SCHEMES:
+        from lowtide.tiers.redis import RedisMedium  # Late: it takes sockets, TLS and a native library.
+
+        return RedisMedium(read_server_url(url), capacity_bytes=capacity_bytes)
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == scheme:
             return _open_plugin(point, url, capacity_bytes=capacity_bytes)
@@ -153,7 +188,9 @@ def _directory(spill: object) -> Path:
     if match is not None:
         parts = urlsplit(text)
         if parts.scheme != "file":
-            raise BadArgument(f"cannot stripe over {text!r}: a list holds directories or file:/// URLs only")
+            raise BadArgument(
+                f"cannot stripe over {hide_password(text)!r}: a list holds directories or file:/// URLs only"
+            )
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path.startswith("/"):
             raise BadArgument(f"cannot read {text!r} as a place on this machine: write file:///path/of/directory")
         text = unquote(parts.path)

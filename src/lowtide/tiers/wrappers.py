@@ -15,7 +15,7 @@ from pathlib import Path
 from lowtide.codecs.contract import Codec
 from lowtide.errors import BadArgument
 from lowtide.tiers import failures
-from lowtide.tiers.medium import Files, Medium
+from lowtide.tiers.medium import Engine, Files, Medium
 
 
 class Wrapper:
@@ -42,6 +42,11 @@ class Wrapper:
     @property
     def files(self) -> Files | None:
         """None: whoever could go around Python by descriptor must not go around the wrapper."""
+        return None
+
+    @property
+    def engine(self) -> Engine | None:
+        """None: likewise."""
         return None
 
     @property

@@ -34,6 +34,16 @@ def least_bytes(policy: Policy, trace: Trace) -> int:
     return max(need, default=trace.static_bytes)
 
 
+def within_step_bytes(trace: Trace) -> int:
+    """Return what is needed with every gap empty that ends within the step: it decides about no others."""
+    need = [op.peak_bytes for op in trace.ops]
+    for gap in trace.gaps():
+        if gap.before_op <= len(need):
+            for op in range(gap.after_op, gap.before_op):
+                need[op] -= trace.storages[gap.storage].nbytes
+    return max(need, default=trace.static_bytes)
+
+
 def chain(*kinds: str, nbytes: int = MIB, duration_s: float = 1e-3) -> list[Layer]:
     return [
         Layer(kind=kind, inputs=(position - 1,), nbytes=nbytes, duration_s=duration_s, param_bytes=_param_bytes(kind))

@@ -24,7 +24,7 @@ from lowtide.simulate import simulate
 from lowtide.testing.networks import MIB
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace
-from tests.plan.policies.shapes import densenet, inception, predicted, problem_of, resnet, vgg
+from tests.plan.policies.shapes import densenet, inception, predicted, problem_of, resnet, vgg, within_step_bytes
 
 NETS = (vgg(), resnet(12), inception(), densenet())
 LINK = Link(write_bytes_per_s=1e10, read_bytes_per_s=1e10)
@@ -42,13 +42,7 @@ class TestUnifiedMemoryHints(PolicyTests):
         return UnifiedMemoryHints()
 
     def least_budget_bytes(self, trace: Trace) -> int:
-        """Return what is needed with every gap empty that ends within the step: it decides about no others."""
-        need = [op.peak_bytes for op in trace.ops]
-        for gap in trace.gaps():
-            if gap.before_op <= len(need):
-                for op in range(gap.after_op, gap.before_op):
-                    need[op] -= trace.storages[gap.storage].nbytes
-        return max(need, default=trace.static_bytes)
+        return within_step_bytes(trace)
 
 
 def paged(trace: Trace, budget_bytes: int, *, link: Link = LINK, page_bytes: int = 65536) -> Problem:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lowtide.core.log import LogEntry
 from lowtide.core.order import Order
+from lowtide.tiers.medium import Engine
 
 MediumCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 EncodeCallback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
@@ -252,6 +253,7 @@ class Native:
         self.mark_module = quick("lt_mark_module", None, ctypes.c_char_p)
 
         self._tier_add = quick("lt_tier_add", None, pointer, integer, i64, i64, MediumCallback)
+        self._tier_engine = quick("lt_tier_engine", None, pointer, pointer, pointer)
         self._tier_addressable = quick("lt_tier_addressable", None, pointer, i64, integer, integer)
         self._source_add = quick("lt_source_add", integer, integer, integer, i64, pointer)
         self.refer = quick("lt_refer", integer, pointer, integer, i64)
@@ -357,14 +359,20 @@ class Native:
         stripe_bytes: int,
         capacity_bytes: int | None,
         medium: Callable[[int, int, int, int], int] | None = None,
+        engine: Engine | None = None,
         slow: SlowRates | None = None,
     ) -> None:
-        """Add a tier: files, or `medium(write, offset, address, nbytes) -> errno`; `slow`: one file, used in place."""
+        """Add a tier: files, an engine, or `medium(write, offset, address, nbytes) -> errno`.
+
+        `slow`: one file, used in place.
+        """
         callback = MediumCallback(medium) if medium is not None else MediumCallback(0)
         array = (ctypes.c_int * max(len(fds), 1))(*fds)
         capacity = -1 if capacity_bytes is None else capacity_bytes
         self._tier_add(array, len(fds), stripe_bytes, capacity, callback)
         self._kept_tiers.append(callback)  # ctypes would free it while the movers still call it
+        if engine is not None:
+            self._tier_engine(engine.move, engine.alive, engine.context)
         if slow is not None:
             rates = (
                 slow.read_bytes_per_s,

@@ -369,8 +369,8 @@ void Ranges::fetch_slow_waiting(int64_t serial, std::unique_lock<std::mutex>& gu
 
 bool Ranges::call_back(Range* range) {
   Transfer* transfer = range->transfer;
-  // Files are written from pages that the kernel holds meanwhile; a checksum or a medium in Python reads the addresses.
-  if (transfer->summing || transfer->reading > 0 || (transfer->pending > 0 && tiers[transfer->slot.tier].call)) {
+  if (transfer->summing || transfer->reading > 0 ||
+      (transfer->pending > 0 && tiers[transfer->slot.tier].reads_addresses())) {
     transfer->recalled = true;
     return false;
   }
@@ -410,6 +410,7 @@ void Ranges::begin_read(Range* range, char* pages, bool urgent) {
 
 void Ranges::hurry(Transfer* transfer) {
   transfer->awaited = true;
+  queued_.notify_all();
   auto found = std::find(reads_.begin(), reads_.end(), transfer);
   if (found == reads_.end() || found == reads_.begin()) return;
   reads_.erase(found);
@@ -520,8 +521,8 @@ bool Ranges::bring_waiting(
 // ---- excerpts ----
 
 bool Ranges::has_excerpts(const Range* range) const {
-  return range->bytes >= kLeastExcerpted && is_clean(range) && !range->slot.frames && !range->summed && !range->lost &&
-      range->slot.tier >= inherited_ && range->slot.tier < static_cast<int32_t>(tiers.size()) &&
+  return range->bytes >= kLeastExcerpted && is_clean(range) && !range->update && !range->slot.frames && !range->summed &&
+      !range->lost && range->slot.tier >= inherited_ && range->slot.tier < static_cast<int32_t>(tiers.size()) &&
       !tiers[range->slot.tier].call && !tiers[range->slot.tier].addressable && !in_forked_child();
 }
 
@@ -695,7 +696,8 @@ void Ranges::bury_children() {
 bool Ranges::leave(Range* range, int32_t tier, bool placed, int32_t coder) {
   if (!is_loose(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
-  bool clean = is_clean(range) && (!placed || range->slot.tier == tier);
+  // What a server that is gone held too is here only, and has to be written again.
+  bool clean = is_clean(range) && (!placed || range->slot.tier == tier) && tiers[range->slot.tier].holds();
   if (!clean) {
     bury_children();
     if (range->slot.offset >= 0 &&
@@ -1020,12 +1022,15 @@ void Ranges::leave_all() {
 
 // ---- transfers ----
 
-void Ranges::work() {
+void Ranges::work(bool urgent) {
   std::unique_lock<std::mutex> guard(pages().mutex);
+  auto has_work = [&] {
+    return urgent ? !reads_.empty() && reads_.front()->awaited : !reads_.empty() || !writes_.empty();
+  };
   for (;;) {
-    queued_.wait(guard, [&] { return !forking_ && (stopping_ || !reads_.empty() || !writes_.empty()); });
+    queued_.wait(guard, [&] { return !forking_ && (stopping_ || has_work()); });
+    if (!has_work()) return;                          // stopping, and nothing left to do
     auto& queue = reads_.empty() ? writes_ : reads_;  // reads first: they may be waited for
-    if (queue.empty()) return;                        // stopping, and nothing left to do
     Transfer* transfer = queue.front();
     int64_t most = transfer->slot.frames ? kFrame : kTransferChunk;
     int64_t at = transfer->issued, n = std::min(most, transfer->bytes - at);
@@ -1274,6 +1279,10 @@ int32_t Ranges::start(std::vector<Tier> below, int threads) {
   forget_trouble();
   unstick();
   while (static_cast<int>(threads_.size()) < threads) threads_.emplace_back([this] { work(); });
+  // See Note [Urgent].
+  bool far = std::any_of(tiers.begin(), tiers.end(), [](const Tier& tier) { return tier.engine; });
+  if (far && !urgent_mover_) threads_.emplace_back([this] { work(true); });
+  urgent_mover_ = urgent_mover_ || far;
   return first;
 }
 
@@ -1309,6 +1318,7 @@ int Ranges::stop_waiting(bool bring_back) {
   guard.unlock();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+  urgent_mover_ = false;
   guard.lock();
   for (Range* range : by_age_) {
     range->leave_asked = false;
@@ -1373,6 +1383,7 @@ void Ranges::abandon_in_child() {
   for (std::condition_variable* condition : {&changed, &queued_, &idle_}) new (condition) std::condition_variable;
   for (auto& thread : threads_) thread.detach();
   threads_.clear();
+  urgent_mover_ = false;
   reads_.clear();
   writes_.clear();
   transferring_ = 0;

@@ -30,6 +30,9 @@
 // told, the next touch reads again. Whoever cannot be refused (a fault) gets pages full of ones meanwhile, which are NaN
 // in every floating type; they never leave, and go when the error has been told. A read ahead of its use that fails is
 // nobody's concern: its use reads again.
+//
+// Note [Urgent]: a server is far, and a piece takes long. Where there is one, a mover of its own serves nothing but reads that somebody
+// waits for, on a connection of its own: neither reads ahead nor writes hold them up (Fastswap's queues).
 #pragma once
 #include "excerpt.h"
 #include "meter.h"
@@ -360,7 +363,8 @@ class Ranges {
   // Start to give a victim's pages up, without a copy where victims are discarded. False: that is not possible now.
   bool give_up(Range* range, bool at_fault);
   std::array<double, 3> worth_of(const Range* range, int64_t need, double far) const;
-  void work();
+  // A mover's life; `urgent`: it moves nothing but what somebody waits for.
+  void work(bool urgent = false);
 
   std::map<const char*, Range*> by_start_;
   std::unordered_map<const void*, Range*> by_data_;
@@ -370,6 +374,7 @@ class Ranges {
   std::vector<Range*> unused_;
   std::deque<Transfer*> reads_, writes_;
   std::vector<std::thread> threads_;
+  bool urgent_mover_ = false;
   std::condition_variable queued_, idle_;
 
   // See Note [Children].

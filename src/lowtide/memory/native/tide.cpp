@@ -38,6 +38,14 @@ void lt_tier_add(const int* fds, int fd_count, int64_t stripe, int64_t capacity,
   waiting_tiers.push_back(std::move(tier));
 }
 
+// Say of the tier that was added last that it has native functions, which are called with `context`.
+void lt_tier_engine(EngineCall move, AliveCall alive, void* context) {
+  Tier& tier = waiting_tiers.back();
+  tier.engine = move;
+  tier.alive = alive;
+  tier.context = context;
+}
+
 // Say of the tier that was added last that operators read and write it in place, and what that costs. Rates in bytes per
 // second, times in seconds; see SlowRates for their order. All 0: as it comes.
 void lt_tier_addressable(const double* rates, int64_t cache_bytes, int own_channel, int duplex) {

@@ -1,5 +1,5 @@
-// A tier: where bytes live when they are not in fast memory. Files that are striped, or a medium written in Python; or one
-// file that is slow memory, which ranges map in place.
+// A tier: where bytes live when they are not in fast memory. Files that are striped, a medium with an engine of its own, such as
+// a server, or one written in Python; or one file that is slow memory, which ranges map in place.
 #pragma once
 #include "range.h"
 #include "slow.h"
@@ -117,10 +117,17 @@ constexpr int kLost = 10003;       // not an errno: the tier was closed before t
 // Moves bytes of a medium that is written in Python, on a mover's thread. Returns an errno or one of the codes above.
 using MediumCall = int (*)(int write, int64_t offset, void* data, int64_t bytes);
 
+// The same of a medium that has native functions for it, and whether nothing is known against what it holds.
+using EngineCall = int (*)(void* context, int write, int64_t offset, void* data, int64_t bytes);
+using AliveCall = int (*)(void* context);
+
 struct Tier {
   std::vector<int> fds;
   int64_t stripe = 8 << 20;
   MediumCall call = nullptr;
+  EngineCall engine = nullptr;
+  AliveCall alive = nullptr;
+  void* context = nullptr;
   bool addressable = false;  // its pages can be mapped: operators compute on them
   SlowRates rates;           // of an addressable tier
   MigrationLink link;
@@ -147,10 +154,21 @@ struct Tier {
     return offset;
   }
 
+  // Whether it reads what leaves at its addresses: files are written from pages that the kernel holds meanwhile.
+  bool reads_addresses() const {
+    return call || engine;
+  }
+
+  // Whether it still holds what it took, as far as that can be told without asking.
+  bool holds() const {
+    return !alive || alive(context);
+  }
+
   // Move whole pages; blocks. Returns 0, an errno or one of the codes above.
   int move(bool write, char* data, int64_t n, int64_t offset) const {
     if (source) return write ? EROFS : source->read(data, n, offset);
     if (call) return call(write, offset, data, n);
+    if (engine) return engine(context, write, offset, data, n);
     auto files = static_cast<int64_t>(fds.size());
     while (n > 0) {
       int64_t number = offset / stripe, within = offset % stripe;

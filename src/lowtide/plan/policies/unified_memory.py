@@ -22,7 +22,7 @@ from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import link_of
 from lowtide.plan.policy import About, Classified, Family, Runs
-from lowtide.plan.views.evictions import evictions
+from lowtide.plan.views.evictions import oldest_first
 
 # Memory is followed in at most about so many pieces: pages are gathered to larger ones for that, but counted as pages.
 MOST_PIECES = 2048
@@ -247,9 +247,7 @@ def _figures(found: Paging) -> str:
 
 def least_recently_used(problem: Problem) -> tuple[Swap, ...]:
     """Return the evictions by age, each from the operator that lacks memory on, fetched one operator ahead."""
-    trace = problem.trace
-    need = [op.peak_bytes - problem.budget_bytes for op in trace.ops]
-    # A gap begins after a use, so what is opened later was touched later.
-    within_step = [gap for gap in trace.gaps() if gap.before_op <= len(trace.ops)]
-    evicted = evictions(trace, within_step, need_bytes=need, order=lambda gap: gap.after_op)
-    return tuple(Swap(gap=gap, fetch_op=max(gap.before_op - 1, gap.after_op + 1), tier=problem.tier) for gap in evicted)
+    return tuple(
+        Swap(gap=gap, fetch_op=max(gap.before_op - 1, gap.after_op + 1), tier=problem.tier)
+        for gap in oldest_first(problem)
+    )

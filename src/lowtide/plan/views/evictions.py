@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
+from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap, Trace
 
 Order = Callable[[Gap], float]
@@ -50,3 +51,13 @@ def evictions(
             back_bytes[gap.before_op] += nbytes
             leaving.append(rest)
     return tuple(sorted(leaving))
+
+
+def oldest_first(problem: Problem, *, ahead_ops: int = 0) -> tuple[Gap, ...]:
+    """Return who leaves by age, of what comes back within the step; `ahead_ops` before memory lacks."""
+    trace = problem.trace
+    lack = [op.peak_bytes - problem.budget_bytes for op in trace.ops]
+    need = [max(lack[index : index + ahead_ops + 1]) for index in range(len(lack))]
+    # A gap begins after a use, so what is opened later was touched later.
+    within_step = [gap for gap in trace.gaps() if gap.before_op <= len(trace.ops)]
+    return evictions(trace, within_step, need_bytes=need, order=lambda gap: gap.after_op)
