@@ -33,6 +33,7 @@ from lowtide.errors import (
 if TYPE_CHECKING:
     from lowtide.checkpoint.in_place import load
     from lowtide.checkpoint.stock import load_checkpoint, save_checkpoint
+    from lowtide.execute.sub_batches import sub_batches
     from lowtide.execute.tide.creation import init
     from lowtide.execute.tide.fit import fit
     from lowtide.execute.tide.recording import capture_model, capture_script, capture_step
@@ -63,6 +64,7 @@ __all__ = [
     "prepare",
     "save_checkpoint",
     "serve",
+    "sub_batches",
 ]
 
 # Where each of those is that need torch, which takes a second to import: the command line and the planner do without.
@@ -78,6 +80,7 @@ _WITH_TORCH = {
     "save_checkpoint": "lowtide.checkpoint.stock",
     "prepare": "lowtide.integrations.accelerate",
     "serve": "lowtide.execute.tide.serving",
+    "sub_batches": "lowtide.execute.sub_batches",
 }
 
 

@@ -64,7 +64,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
 
     install(run_script)
     options = ["--budget=cpu=1GiB,disk=2GiB,slow=3GiB", "--spill", str(tmp_path), "--slow", "cxl:?emulate=cxl"]
-    options += ["--policy", "lru", "--verify", "--recompute"]
+    options += ["--policy", "lru", "--verify", "--recompute", "--codecs", "zvc,bf16+zvc2", "--max-error", "0.01"]
     assert main(["run", *options, str(script), "--epochs", "3", "--help", "-x"]) == 0
     assert callable(seen.pop("on_forked_step"))
     assert callable(seen.pop("on_step"))
@@ -77,9 +77,30 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "policy": "lru",
         "verify": True,
         "recompute": True,
+        "codecs": ("zvc", "bf16+zvc2"),
+        "max_error": 0.01,
         "serve": False,
         "strict": False,
     }
+
+
+def test_codecs_may_be_none_and_have_to_exist(
+    install: Install, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def run_script(*_: Any, **options: Any) -> dict[str, Any]:
+        seen.update(options)
+        return STATS
+
+    install(run_script)
+    assert main(["run", "--budget", "1GiB", "--codecs", "none", str(script)]) == 0
+    assert seen["codecs"] == ()
+    assert main(["run", "--budget", "1GiB", str(script)]) == 0
+    assert seen["codecs"] is None
+    capsys.readouterr()
+    assert main(["run", "--budget", "1GiB", "--codecs", "zip", str(script)]) == 2
+    assert "unknown codec 'zip'" in capsys.readouterr().err
 
 
 def test_configuration_and_summary_go_to_stderr(

@@ -126,7 +126,7 @@ def test_what_a_step_leaves_to_the_next_is_away_until_that_has_freed_it() -> Non
     assert dict(trace.heirs()) == {0: 1}
     assert trace.gaps() == (gap(6, 7), gap(8, 13))
     # Operators 4, 5 and 7 touch it, or make it; at no other is it in memory.
-    assert trace._need_bytes() == [5, 5, 5, 5, 15, 15, 5, 15, 5, 5]
+    assert trace.need_bytes() == [5, 5, 5, 5, 15, 15, 5, 15, 5, 5]
     assert inherited(freed_op=0).gaps() == (gap(6, 7), gap(8, 11))
 
 
@@ -168,7 +168,7 @@ def test_the_floor_counts_a_gap_that_wraps_on_both_sides() -> None:
     assert trace.peak_bytes == 15
     assert trace.floor_bytes() == 15  # operators 2 and 7 need it
     away = [5 if k not in (2, 7) else 15 for k in range(10)]
-    assert trace._need_bytes() == away
+    assert trace.need_bytes() == away
 
 
 def gaps_of(trace: Trace, storage: int) -> list[tuple[int, int]]:

@@ -66,6 +66,22 @@ def test_relu_outputs_are_written_without_their_zeros_and_training_is_the_same(
     assert stats["disk_read_bytes"] < 0.85 * stats["swapped_in_bytes"]
 
 
+def test_memory_as_a_tier_is_a_part_of_the_budget(needed: Need, stock: dict[str, object]) -> None:
+    mine = training()
+    room = 8 << 20
+    budget = needed.share(0.5) + room
+    with lowtide.fit(mine.model, mine.optimizer, budget=budget, spill=f"dram+zvc:{room}B", recompute=False) as tide:
+        mine.steps(STEPS, tide.step)
+        stats: dict[str, Any] = tide.stats()
+    assert mine.result() == stock
+    assert 0 < stats["dram_used_bytes"] <= stats["dram_most_bytes"] == room
+    assert stats["budget_bytes"] == budget - room
+    assert stats["peak_bytes"] <= budget - room
+    assert stats["disk_written_bytes"] < stats["before_codec_bytes"]
+    with pytest.raises(BadArgument, match="it is a part of the budget"):
+        lowtide.fit(budget="1GiB", spill="dram+zvc:2GiB")
+
+
 def test_without_a_codec_nothing_is_encoded(tmp_path: Path, needed: Need, stock: dict[str, object]) -> None:
     result, stats = managed(tmp_path, needed)
     assert result == stock

@@ -71,7 +71,7 @@ def test_a_script_runs_here_and_a_program_beside(tmp_path: Path) -> None:
 
 def test_settings_survive_the_environment() -> None:
     environment = {"PYTHONPATH": "/mine"}
-    settings = Settings(budget={"cpu": "2GiB"}, spill=("/a", "/b"), recompute=False, notes="/n")
+    settings = Settings(budget={"cpu": "2GiB"}, spill=("/a", "/b"), recompute=False, codecs=("zvc",), notes="/n")
     assert not reaches(environment)
     leave(settings, environment)
     leave(settings, environment)

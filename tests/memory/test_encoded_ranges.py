@@ -91,6 +91,21 @@ def test_a_lossy_codec_rounds_once_and_the_checksum_lets_it(opened: Opened) -> N
     assert torch.equal(x, rounded)
 
 
+def test_what_is_used_as_anything_but_single_precision_is_not_rounded(opened: Opened) -> None:
+    engine = engine_of(opened)
+    whole = torch.empty(MIB, dtype=torch.int32)
+    whole.copy_(torch.arange(MIB))
+    both = torch.empty(MIB)
+    both.copy_(torch.randn(MIB))
+    both.view(torch.int32).add_(1)
+    for x in (whole, both):
+        before = x.clone()
+        engine.send_away(x, codec="bf16")
+        assert torch.equal(x, before)
+    assert engine.counted.encoded == 0
+    assert engine.counted.unencoded == 8 * MIB
+
+
 def test_unchanged_bytes_are_not_encoded_again(opened: Opened) -> None:
     engine = engine_of(opened)
     x = relu(MIB)

@@ -84,3 +84,13 @@ class TestFileUrl(MediumTests):
 class TestEncoded(MediumTests):
     def make_medium(self, tmp_path: Path) -> Medium:
         return open_medium(f"file+zvc://{tmp_path}", capacity_bytes=64 * 2**20)
+
+
+class TestDram(MediumTests):
+    def make_medium(self, tmp_path: Path) -> Medium:
+        return open_medium("dram:64MiB")
+
+
+class TestEncodedDram(MediumTests):
+    def make_medium(self, tmp_path: Path) -> Medium:
+        return open_medium("dram+zvc:64MiB")

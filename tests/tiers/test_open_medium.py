@@ -109,7 +109,7 @@ def test_a_medium_that_says_too_little_of_itself_is_refused_with_what_it_lacks()
 @pytest.mark.parametrize(
     ("spill", "text"),
     [
-        ("s3://bucket", "unknown tier 's3' in 's3://bucket': known are file, null, redis, rediss"),
+        ("s3://bucket", "unknown tier 's3' in 's3://bucket': known are dram, file, null, redis, rediss"),
         ("file://other/host", "file:///path"),
         ("file:relative", "file:///path"),
         ("file:///tmp?direct=no", "file:///path"),
@@ -169,7 +169,7 @@ def test_a_default_in_memory_gives_way_to_a_disk_and_says_so(tmp_path: Path, mon
 
 @pytest.mark.usefixtures("plugin")
 def test_installed_schemes_are_known_loaded_late_and_never_shadow(tmp_path: Path) -> None:
-    assert known_schemes() == ("beach", "file", "fog", "mirage", "null", "redis", "rediss")
+    assert known_schemes() == ("beach", "dram", "file", "fog", "mirage", "null", "redis", "rediss")
     assert opened_directories(f"file://{tmp_path}") == (tmp_path,)
     assert "seaside" not in sys.modules
     medium = open_medium("beach://sand?x=1", capacity_bytes=7)
@@ -183,5 +183,5 @@ def test_schemes_that_do_not_work_are_told_with_their_package() -> None:
         open_medium("fog:")
     with pytest.raises(BadArgument, match="tier 'mirage' of seaside made a object, which is no Medium"):
         open_medium("mirage:")
-    with pytest.raises(BadArgument, match="known are beach, file, fog, mirage, null, redis, rediss"):
+    with pytest.raises(BadArgument, match="known are beach, dram, file, fog, mirage, null, redis, rediss"):
         open_medium("rain:")

@@ -181,6 +181,18 @@ def read_budget(text: str) -> BudgetLike:
     return tiers
 
 
+def read_codecs(text: str | None) -> tuple[str, ...] | None:
+    """Return the codecs of an option, by name (None: it was not given); refuse one that does not exist."""
+    if text is None:
+        return None
+    from lowtide.codecs import codec
+
+    names = () if text == "none" else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        codec(name)
+    return names
+
+
 def settle_auto(budget: BudgetLike) -> tuple[BudgetLike, str]:
     """Return `budget` with "auto" as the bytes it means from here on, and how to tell a person what it is."""
     if isinstance(budget, Mapping) and names_accelerator(budget):

@@ -21,6 +21,7 @@ from lowtide.cli.checks import (
     check_script,
     check_spill,
     read_budget,
+    read_codecs,
     settle_auto,
     spill_locations,
     warn_of_memory,
@@ -56,6 +57,18 @@ _EXIT_FAILED = 1
     default=None,
     help="Run operators again instead of moving bytes where the policy finds that cheaper (default: yes, if it can).",
 )
+@click.option(
+    "--codecs",
+    metavar="C,C",
+    help="What swaps may be encoded with, or none: see 'lowtide codecs' (default: what is lossless and fast).",
+)
+@click.option(
+    "--max-error",
+    type=float,
+    default=0.0,
+    metavar="E",
+    help="Let activations come back to backward rounded, off by this share of the largest value beside them at most.",
+)
 @click.option("--serve", is_flag=True, help="SCRIPT only infers: each call of its model is a step.")
 @click.option(
     "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
@@ -88,6 +101,8 @@ def command(
     policy: str,
     verify: bool,
     recompute: bool | None,
+    codecs: str | None,
+    max_error: float,
     serve: bool,
     strict: bool,
     json_path: Path | None,
@@ -114,6 +129,7 @@ def command(
       lowtide run --budget 2GiB --log steps.jsonl train.py
       lowtide run --budget cpu=2GiB,disk=40GiB --spill /fast/disk train.py
       lowtide run --budget 4GiB --serve generate.py
+      lowtide run --budget 2GiB --codecs zvc,pack32 train.py
       lowtide run --budget cpu=4GiB,slow=64GiB --slow pmem:///mnt/pmem train.py
       lowtide run --budget cuda:0=6GiB,cuda:1=10GiB --spill /fast/disk train.py
       lowtide run --emulate v100 --capacity 2GiB train.py
@@ -148,6 +164,8 @@ def command(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        codecs=read_codecs(codecs),
+        max_error=max_error,
         serve=serve,
         strict=strict,
         quiet=quiet,
@@ -200,6 +218,8 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
                 policy=settings.policy,
                 verify=settings.verify,
                 recompute=settings.recompute,
+                codecs=settings.codecs,
+                max_error=settings.max_error,
                 serve=settings.serve,
                 strict=settings.strict,
                 on_forked_step=forked_step_of(kept),

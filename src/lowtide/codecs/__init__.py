@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from lowtide.codecs.blosc import Blosc2
 from lowtide.codecs.casts import BF16, CASTS, FP8_E4M3, FP8_E5M2, FP10, FP16, Cast, Signs
 from lowtide.codecs.chain import AnyCodec, Chain, chained
+from lowtide.codecs.comet import Comet
 from lowtide.codecs.contract import (
     ArrayCodec,
     ByteCodec,
@@ -24,6 +25,8 @@ from lowtide.codecs.contract import (
     Stats,
     Unencodable,
 )
+from lowtide.codecs.deep_compression import DeepCompression, Huffman
+from lowtide.codecs.jpeg_act import JpegAct
 from lowtide.codecs.lossless import Bits, Packed, SparseRows, ZeroValue
 from lowtide.codecs.rates import Rates, measure
 from lowtide.errors import BadArgument
@@ -43,8 +46,12 @@ _BUILT_IN: dict[str, AnyCodec] = {
         SparseRows(),
         Blosc2(),
         Blosc2("blosc2_zstd", "ZSTD"),
+        Huffman(),
         Signs(),
         *CASTS,
+        Comet(),
+        JpegAct(),
+        DeepCompression(),
     )
 }
 
@@ -107,7 +114,11 @@ __all__ = [
     "Cast",
     "Chain",
     "Codec",
+    "Comet",
+    "DeepCompression",
     "Exactness",
+    "Huffman",
+    "JpegAct",
     "NoRoom",
     "Packed",
     "Rates",

@@ -308,13 +308,13 @@ class Trace:
 
     def floor_op(self) -> Op | None:
         """Return the operator that sets the floor."""
-        need = self.under(self.floor_bytes())._need_bytes()
+        need = self.under(self.floor_bytes()).need_bytes()
         return self.ops[need.index(max(need))] if need else None
 
     def _absent_floor_bytes(self) -> int:
-        return max(self._need_bytes(), default=self.static_bytes)
+        return max(self.need_bytes(), default=self.static_bytes)
 
-    def _need_bytes(self) -> list[int]:
+    def need_bytes(self) -> list[int]:
         """Return what each operator needs when every gap open at it is empty."""
         end = len(self.ops)
         change = [0] * (end + 1)

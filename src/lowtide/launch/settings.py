@@ -29,6 +29,8 @@ class Settings:
     policy: str = "auto"
     verify: bool = False
     recompute: bool | None = None
+    codecs: tuple[str, ...] | None = None
+    max_error: float = 0.0
     serve: bool = False
     strict: bool = False
     quiet: bool = False
@@ -51,7 +53,8 @@ def settings_of(environment: Mapping[str, str]) -> Settings | None:
         return None
     try:
         values = json.loads(text)
-        return Settings(**{**values, "spill": tuple(values["spill"])})
+        codecs = None if values["codecs"] is None else tuple(values["codecs"])
+        return Settings(**{**values, "spill": tuple(values["spill"]), "codecs": codecs})
     except (ValueError, TypeError, KeyError):
         return None  # another version's, or not ours: nothing is known then
 

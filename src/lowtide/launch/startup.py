@@ -161,6 +161,8 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
             policy=settings.policy,
             verify=settings.verify,
             recompute=settings.recompute,
+            codecs=settings.codecs,
+            max_error=settings.max_error,
             serve=settings.serve,
             strict=settings.strict,
             on_forked_step=forked_step_of(settings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -15,16 +16,19 @@ _Call = Callable[[int, int, int, int], int]
 _NOT_ENCODED = -1
 
 
-def add_coders(native: Native, codecs: Sequence[Codec]) -> dict[str, int]:
-    """Make codecs known to the movers, and return their numbers by name; "identity" is none."""
+def add_coders(native: Native, codecs: Sequence[Codec], *, max_error: float = inf) -> dict[str, int]:
+    """Make codecs known to the movers, and return their numbers by name; "identity" is none.
+
+    `max_error`: what those that round may be off, in terms of the largest value of a frame.
+    """
     numbers = {"identity": 0}
     for codec in codecs:
-        exact = codec.exactness is Exactness.BITS
+        most_error = 0.0 if codec.exactness is Exactness.BITS else max_error
         if codec.kernel is not None:
-            numbers[codec.name] = native.coder_add(codec.kernel.addresses(), exact=exact)
+            numbers[codec.name] = native.coder_add(codec.kernel.addresses(), most_error=most_error)
         else:
             encode, decode = _calls(codec)
-            numbers[codec.name] = native.coder_add_python(encode, decode, exact=exact)
+            numbers[codec.name] = native.coder_add_python(encode, decode, most_error=most_error)
     return numbers
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -130,7 +131,8 @@ class RangeMemory:
     """Ranges under a budget, with `media` below them by name; the first is where reactive evictions go, in `order`.
 
     `discards`: without a copy, as far as operators can make them again. `slow`: the media that operators use in
-    place, and what that costs. `codecs`: those that plans may name.
+    place, and what that costs. `codecs`: those that plans may name; `max_error`: what those that round may be off, in
+    terms of the largest value of a frame of 2 MiB.
     """
 
     device = torch.device("cpu")
@@ -147,6 +149,7 @@ class RangeMemory:
         threads: int = 2,
         slow: Mapping[str, SlowRates] | None = None,
         codecs: Sequence[Codec] = (),
+        max_error: float = inf,
     ) -> None:
         self.native = load()
         self.least_bytes = least_bytes
@@ -177,7 +180,7 @@ class RangeMemory:
                 threads = max(threads, engine.threads)
         self.native.order(order, discards=discards)
         self.codecs = tuple(codecs)
-        self.coders = add_coders(self.native, self.codecs)
+        self.coders = add_coders(self.native, self.codecs, max_error=max_error)
         self.first_tier = self.native.ranges_start(least_bytes=least_bytes, verify=verify, threads=threads)
         self._lent: Lent | None = None
         self._loader_workers = LoaderWorkers(self.native.catch_faults)

@@ -38,7 +38,7 @@ class Family(StrEnum):
 
 
 Granularity = Literal["tensor", "layer", "page"]
-MemoryKind = Literal["device and host", "device and drive", "fast and slow memory", "one memory"]
+MemoryKind = Literal["device and host", "device and drive", "fast and slow memory", "host and remote", "one memory"]
 Moment = Literal["static", "dynamic"]
 Objective = Literal["time", "memory"]
 

@@ -48,7 +48,15 @@ def round_trip(codec: Codec, values: Floats) -> Floats:
 
 
 class CodecTests(ABC):
-    """The contract of `Codec`, on single precision."""
+    """The contract of `Codec`, on single precision.
+
+    `zeros_stay` and `signs_of_zeros_stay`: what a codec that rounds promises of zeros besides. `models_ratio`: the
+    density alone says what is left.
+    """
+
+    zeros_stay = True
+    signs_of_zeros_stay = True
+    models_ratio = True
 
     @abstractmethod
     def make_codec(self) -> Codec:
@@ -68,7 +76,11 @@ class CodecTests(ABC):
         off = np.abs(back[finite].astype(np.float64) - values[finite].astype(np.float64))
         assert (off <= codec.bound(values)[finite]).all()
         assert np.array_equal(back[~finite], values[~finite], equal_nan=True)
-        assert np.array_equal(np.signbit(back[values == 0]), np.signbit(values[values == 0]))
+        zeros = values == 0
+        if self.zeros_stay:
+            assert not back[zeros].any()
+        if self.signs_of_zeros_stay:
+            assert np.array_equal(np.signbit(back[zeros]), np.signbit(values[zeros]))
 
     def test_it_is_a_codec(self) -> None:
         """It has every member of the protocol."""
@@ -139,6 +151,8 @@ class CodecTests(ABC):
     def test_the_ratio_is_what_the_model_says(self) -> None:
         """To a part in a thousand, where the density is known and the values are of a few powers of two."""
         codec = self.make_codec()
+        if not self.models_ratio:
+            pytest.skip("what it leaves depends on more than the density")
         values = np.zeros(65_536 * 3, np.float32)
         for kept in (0, 1, 50_000, values.size - 1, values.size):
             values[:kept] = 1

@@ -20,7 +20,7 @@ from lowtide.codecs import ZeroValue
 from lowtide.codecs.contract import Bytes, Codec, NoRoom
 from lowtide.errors import BadArgument, SpillCorrupted
 from lowtide.tiers import failures
-from lowtide.tiers.medium import ALIGN_BYTES, Medium
+from lowtide.tiers.medium import ALIGN_BYTES, Medium, Releases
 from lowtide.tiers.wrappers import Wrapper
 
 FRAME_BYTES = 8 * 2**20
@@ -69,7 +69,7 @@ class Encoded(Wrapper):
 
     def figures(self) -> dict[str, object]:
         """Return the bytes that went to the medium and came from it, in whole blocks, and what was to be written."""
-        return {
+        return self.medium.figures() | {
             "disk_written_bytes": self._written_bytes,
             "disk_read_bytes": self._read_bytes,
             "before_codec_bytes": self._given_bytes,
@@ -77,6 +77,7 @@ class Encoded(Wrapper):
 
     def reset_figures(self) -> None:
         """Count from zero again, after a measurement."""
+        self.medium.reset_figures()
         self._given_bytes = 0
         self._written_bytes = 0
         self._read_bytes = 0
@@ -93,6 +94,8 @@ class Encoded(Wrapper):
         if data.nbytes:
             # Before anything is written: where this fails, neither the old bytes nor the new ones are there.
             self._forget(offset, offset + data.nbytes)
+            if isinstance(self.medium, Releases):
+                self.medium.release(offset, offset + data.nbytes)
         for begin in range(0, data.nbytes, FRAME_BYTES):
             self._write(offset + begin, data[begin : begin + FRAME_BYTES])
 

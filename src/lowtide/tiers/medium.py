@@ -103,6 +103,14 @@ class Medium(Protocol):
         """Release everything, on disk too."""
 
 
+@runtime_checkable
+class Releases(Protocol):
+    """A medium that gives room back which nobody will read: one whose bytes are dear."""
+
+    def release(self, begin: int, end: int) -> None:
+        """Give back what lies from `begin` to `end`."""
+
+
 class PlainMedium:
     """What a medium says of itself that is bytes at offsets and nothing more: inherit it for a tier of your own."""
 

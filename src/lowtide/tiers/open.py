@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from lowtide.codecs import codec
 from lowtide.errors import BadArgument
 from lowtide.tiers import failures, filesystem
+from lowtide.tiers.dram import open_dram
 from lowtide.tiers.encoded import ZERO_VALUE, Encoded, check_lossless
 from lowtide.tiers.file import FileMedium
 from lowtide.tiers.medium import Medium, missing_of_medium
@@ -27,7 +28,7 @@ SPILL_VARIABLE = "LOWTIDE_SPILL"
 Directory = str | os.PathLike[str]
 Spill = Directory | Sequence[Directory] | Medium | None
 
-_BUILT_IN = ("file", "null", *SCHEMES)
+_BUILT_IN = ("dram", "file", "null", *SCHEMES)
 # Two letters or more before the colon, so that a drive letter is no scheme.
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 
@@ -36,7 +37,7 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
     """Return the medium that `spill` names.
 
     A directory, several (striped), servers with a directory behind them (slabs.py), a tier URL (`file:///fast/disk`,
-    `redis://host`, `null:`, the scheme of an installed plug-in, or any of these with a lossless codec:
+    `dram+zvc:512MiB`, `redis://host`, `null:`, the scheme of an installed plug-in, or any of these with a lossless codec:
     `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a temporary
     directory on a disk.
     """
@@ -130,6 +131,8 @@ def _open_url(url: str, *, scheme: str, capacity_bytes: int | None) -> Medium:
     check_url(url)
     if scheme == "file":
         return FileMedium([_directory(url)], capacity_bytes=capacity_bytes)
+    if scheme == "dram":
+        return open_dram(url)
     if scheme == "null":
         if url.partition(":")[2] not in ("", "//"):
             raise BadArgument(f"the null tier has no place, so {url!r} means nothing: write 'null:'")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase as HypothesisPhase
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.core.machine import Link
-from lowtide.core.plan import IDENTITY, CodecCost, Problem, SampledRatio
-from lowtide.core.trace import Trace
-from lowtide.plan.auto.encode import best_codecs
+from lowtide.core.plan import IDENTITY, CodecCost, Plan, Problem, Recompute, SampledRatio, Swap
+from lowtide.core.trace import Gap, Kind, Phase, Trace
+from lowtide.errors import PlanError
+from lowtide.plan.auto.encode import ChosenCodecs
 from lowtide.plan.costs.options import Choice, Options
 from lowtide.plan.policies.auto import Auto
-from lowtide.plan.verify import replay
+from lowtide.plan.verify import check_executable, replay
+from lowtide.plan.verify.rounding import check_rounding
 from lowtide.simulate import simulate
 from lowtide.testing.shapes import resnet_trace, transformer_trace, unet_trace
 from lowtide.testing.traces import chain_trace, machine_of, problems, touched_traces, traces
@@ -31,8 +34,13 @@ def on(trace: Trace, bytes_per_s: float, share: float = 0.5, *, codecs: tuple[Co
     return replace(problem, codecs=(IDENTITY, *codecs))
 
 
+def chosen_codecs(problem: Problem) -> dict[Gap, str]:
+    codecs = ChosenCodecs(problem, Options(problem))
+    return {gap: codecs.of_gap(gap) for gap in problem.trace.gaps()}
+
+
 def names(problem: Problem) -> set[str]:
-    return set(best_codecs(problem, Options(problem)).values())
+    return set(chosen_codecs(problem).values()) - {"identity"}
 
 
 def test_a_codec_has_to_save_more_than_it_takes() -> None:
@@ -51,6 +59,57 @@ def test_rounding_is_for_those_who_ask_for_it() -> None:
     assert names(replace(problem, max_error=2**-8)) == {"lossy"}
 
 
+def rounded(problem: Problem) -> list[Gap]:
+    return [gap for gap, name in chosen_codecs(problem).items() if name == "lossy"]
+
+
+def test_only_what_backward_alone_reads_again_is_rounded() -> None:
+    problem = replace(on(resnet_trace(3), 1e8, codecs=(FAST, LOSSY)), max_error=2**-8)
+    trace, touches = problem.trace, problem.trace.touches()
+    gaps = rounded(problem)
+    assert gaps
+    for gap in gaps:
+        later = [trace.ops[op].phase for op in touches[gap.storage] if op >= gap.before_op]
+        assert later
+        assert set(later) == {Phase.BACKWARD}
+        assert trace.storages[gap.storage].kind is Kind.ACTIVATION
+
+
+def test_plans_that_round_are_executable_and_others_are_refused() -> None:
+    problem = replace(on(resnet_trace(3), 1e8, codecs=(FAST, LOSSY)), max_error=2**-8)
+    plan = Auto().plan(problem)
+    assert "lossy" in {swap.codec for swap in plan.swaps}
+    check_executable(plan, problem)
+    with pytest.raises(PlanError, match=r"V9: .* off by up to 0\.00391"):
+        check_executable(plan, replace(problem, max_error=2**-9))
+    gap = next(swap.gap for swap in plan.swaps if swap.codec == "lossy")
+    ops = list(problem.trace.ops)
+    last = problem.trace.touches()[gap.storage][-1]
+    ops[last] = replace(ops[last], phase=Phase.FORWARD)
+    with pytest.raises(PlanError, match=r"V9: .*only backward may"):
+        check_executable(plan, replace(problem, trace=replace(problem.trace, ops=tuple(ops))))
+    storages = list(problem.trace.storages)
+    storages[gap.storage] = replace(storages[gap.storage], kind=Kind.GRAD)
+    with pytest.raises(PlanError, match=r"V9: .*no activation"):
+        check_executable(plan, replace(problem, trace=replace(problem.trace, storages=tuple(storages))))
+
+
+def test_what_runs_again_reads_every_bit() -> None:
+    problem = replace(on(chain_trace(12), 2e8, 0.2, codecs=(LOSSY,)), max_error=2**-8)
+    codecs = ChosenCodecs(problem, Options(problem))
+    gap = rounded(problem)[0]
+    swap = Swap(gap=gap, fetch_op=gap.before_op, codec="lossy")
+    reader = next(op for op in problem.trace.touches()[gap.storage])
+    again = Recompute(gap=gap, ops=(reader,))
+    reads = replace(problem.trace.ops[reader], reads=(gap.storage,))
+    trace = replace(problem.trace, ops=(*problem.trace.ops[:reader], reads, *problem.trace.ops[reader + 1 :]))
+    assert codecs.without_rounded_recipes([swap], [], trace) == (swap,)
+    assert codecs.without_rounded_recipes([swap], [again], trace) == (replace(swap, codec="identity"),)
+    plan = Plan(policy="x", budget_bytes=problem.budget_bytes, swaps=(swap,), recomputes=(again,))
+    with pytest.raises(PlanError, match=r"V9: .*which runs again, reads it"):
+        check_rounding(plan, replace(problem, trace=trace))
+
+
 def test_what_was_sampled_decides_for_a_storage() -> None:
     problem = on(chain_trace(6), 1e8, codecs=(replace(FAST, ratio=1.0), SLOW))
     storages = sorted({gap.storage for gap in problem.trace.gaps()})
@@ -59,9 +118,9 @@ def test_what_was_sampled_decides_for_a_storage() -> None:
         SampledRatio(storage=first, codec="fast", ratio=0.1),
         SampledRatio(storage=second, codec="slow", ratio=1.0),
     )
-    chosen = best_codecs(replace(problem, sampled=sampled), Options(replace(problem, sampled=sampled)))
+    chosen = {gap.storage: name for gap, name in chosen_codecs(replace(problem, sampled=sampled)).items()}
     assert chosen[first] == "fast"
-    assert second not in chosen
+    assert chosen[second] == "identity"
     assert {chosen[storage] for storage in storages[2:]} == {"slow"}
     gap = next(gap for gap in problem.trace.gaps() if gap.storage == first)
     nbytes = problem.trace.storages[first].nbytes
@@ -102,7 +161,7 @@ def with_codecs(draw: st.DrawFn) -> Problem:
 
 
 @given(problem=with_codecs())
-@settings(max_examples=80, deadline=None, phases=[Phase.generate])
+@settings(max_examples=80, deadline=None, phases=[HypothesisPhase.generate])
 def test_codecs_never_make_a_step_slower(problem: Problem) -> None:
     plain = replace(problem, codecs=(IDENTITY,), sampled=())
     before, after = Auto().plan(plain), Auto().plan(problem)

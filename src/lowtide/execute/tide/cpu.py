@@ -58,11 +58,12 @@ class CpuTide(Tide):
         spill_name: str,
         policy: Policy,
         recompute: bool | None = None,
+        max_error: float = 0.0,
         moves_nothing: bool = False,
     ) -> None:
         super().__init__()
         self._memory, self._machine = memory, machine
-        self._moves_nothing = moves_nothing
+        self._moves_nothing, self._max_error = moves_nothing, max_error
         self._budget_bytes, self._spill_name = budget_bytes, spill_name
         self._policy = policy
         self._recomputes = policy.about.recomputes if recompute is None else recompute
@@ -272,7 +273,12 @@ class CpuTide(Tide):
         if self._memory.codecs and recorded.trace.peak_bytes > self._budget_bytes:
             samples = self._samples.setdefault(signature, Samples())
             samples.note(recorded, self._memory.take_samples())
-            problem = replace(problem, codecs=codec_costs(self._memory.codecs), sampled=samples.ratios(recorded))
+            problem = replace(
+                problem,
+                codecs=codec_costs(self._memory.codecs),
+                sampled=samples.ratios(recorded),
+                max_error=self._max_error,
+            )
         return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
 
     def _follow(self, planned: Planned, signature: tuple[object, ...]) -> int:

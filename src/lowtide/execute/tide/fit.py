@@ -36,6 +36,7 @@ def fit(
     verify: bool = False,
     recompute: bool | None = None,
     codecs: Sequence[str] | None = None,
+    max_error: float = 0.0,
 ) -> Tide:
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
@@ -46,9 +47,10 @@ def fit(
     budget: "pmem:///path", "cxl:" or "numa:1"; budget={"cpu": ..., "slow": ...} bounds it. `policy`: a registered name
     or an object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `recompute`:
     whether the policy may run operators again instead of moving bytes (None: if it can; under torch.compile, where that
-    is not possible, it swaps). `codecs`: the lossless ones that plans may swap through, on the CPU (None: the usual
-    ones; an empty list: none). `model` and `optimizer` (one, several or none) are not changed; they tell parameters
-    from activations in traces and reports.
+    is not possible, it swaps). `codecs`: those that plans may swap through, on the CPU (None: the usual ones; an empty
+    list: none). `max_error`: activations may come back to backward off by this share of the largest value beside them
+    (0: every bit comes back; else training is not the same to the bit any more). `model` and `optimizer` (one, several
+    or none) are not changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -62,6 +64,7 @@ def fit(
         verify=verify,
         recompute=recompute,
         codecs=codecs,
+        max_error=max_error,
     )
 
 
@@ -77,6 +80,7 @@ def open_tide(
     recompute: bool | None = None,
     moves_nothing: bool = False,
     codecs: Sequence[str] | None = None,
+    max_error: float = 0.0,
 ) -> Tide:
     """Return a tide for a training, as `fit` explains; `moves_nothing`: it only watches."""
     registry.policy(policy)  # nothing is opened for one that does not exist
@@ -101,12 +105,13 @@ def open_tide(
             verify=verify,
             recompute=recompute,
             codecs=codecs,
+            max_error=max_error,
             moves_nothing=moves_nothing,
         )
-    if codecs:
+    if codecs or max_error:
         raise BadArgument(
-            "codecs are for trainings on the CPU and on Linux: leave codecs= out here, or put one before the spill, "
-            "as in file+zvc:///fast/disk"
+            "codecs are for trainings on the CPU and on Linux: leave codecs= and max_error= out, or put one before "
+            "the spill, as in file+zvc:///fast/disk"
         )
     if slow is not None:
         raise BadArgument("slow memory is for trainings on the CPU and on Linux: leave slow= out here")
@@ -141,6 +146,7 @@ def _on_pages(
     verify: bool,
     recompute: bool | None,
     codecs: Sequence[str] | None,
+    max_error: float,
     moves_nothing: bool,
 ) -> Tide:
     if isinstance(policy, ChoosesVictims):
@@ -158,6 +164,7 @@ def _on_pages(
         discards=discards,
         verify=verify,
         codecs=codecs,
+        max_error=max_error,
         moves_nothing=moves_nothing,
     )
     return CpuTide(
@@ -165,10 +172,11 @@ def _on_pages(
         optimizers,
         opened.memory,
         machine=opened.machine,
-        budget_bytes=budgets.fast_bytes,
+        budget_bytes=opened.budget_bytes,
         spill_name=opened.spill_name,
         policy=policy,
         recompute=recompute,
+        max_error=max_error,
         moves_nothing=moves_nothing,
     )
 

@@ -31,6 +31,7 @@ from lowtide.memory.budget import (
 from lowtide.memory.native.bindings import SlowRates
 from lowtide.memory.ranges import RangeMemory
 from lowtide.memory.slow_rates import slow_rates
+from lowtide.tiers.dram import memory_bytes
 from lowtide.tiers.medium import ALIGN_BYTES, Medium
 from lowtide.tiers.open import Spill, open_medium
 from lowtide.tiers.slow import Slow, open_slow
@@ -43,11 +44,15 @@ _HOST_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRanges:
-    """The CPU's ranges, ready for `RangeMemory.open`, and what to plan with."""
+    """The CPU's ranges, ready for `RangeMemory.open`, and what to plan with.
+
+    `budget_bytes`: what a tier that is memory itself leaves of the budget.
+    """
 
     memory: RangeMemory
     machine: Machine
     spill_name: str
+    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +131,12 @@ def open_ranges(
     discards: bool = False,
     verify: bool = False,
     codecs: Sequence[str] | None = None,
+    max_error: float = 0.0,
     moves_nothing: bool = False,
 ) -> OpenedRanges:
     """Return the CPU's memory, whose tensors may leave to `spill` through `codecs`, and be used in `slow` memory.
+
+    `max_error`: what those codecs may be off that round.
 
     Where memory runs out they do in `order`; `discards`: without a copy, as far as they can be made again.
     `moves_nothing`: none leaves. Raises `NativeUnavailable` before it opens these.
@@ -139,6 +147,7 @@ def open_ranges(
         opened.callback(medium.close)
         if not moves_nothing:
             refuse_lossy(medium)
+        fast_bytes = _beside_memory_tier(budgets.fast_bytes, medium)
         name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
         machine = machine_for(medium)
         media: dict[str, Medium] = {SPILL: medium}
@@ -149,7 +158,7 @@ def open_ranges(
             machine = with_slow_memory(machine, below)
             media, rates = {SLOW: below, **media}, {SLOW: slow_rates(machine, SLOW, below)}
             name = f"{below.place}, {name}"
-        least_bytes = least_worth_moving(budgets.fast_bytes)
+        least_bytes = least_worth_moving(fast_bytes)
         memory = RangeMemory(
             media,
             least_bytes=least_bytes,
@@ -157,10 +166,11 @@ def open_ranges(
             discards=discards,
             verify=verify,
             slow=rates,
-            codecs=open_codecs(codecs, medium),
+            codecs=open_codecs(codecs, medium, max_error=max_error),
+            max_error=max_error,
         )
         opened.pop_all()
-    return OpenedRanges(memory=memory, machine=machine, spill_name=name)
+    return OpenedRanges(memory=memory, machine=machine, spill_name=name, budget_bytes=fast_bytes)
 
 
 def open_backend(
@@ -174,6 +184,8 @@ def open_backend(
     try:
         if not moves_nothing:
             refuse_lossy(medium)
+        if memory_bytes(medium):
+            raise BadArgument("a memory tier is for trainings on the CPU and on Linux: spill to a directory here")
         if device is None:
             machine, backend = machine_for(medium), _advisory(medium, verify=verify)
         else:
@@ -182,6 +194,17 @@ def open_backend(
         medium.close()
         raise
     return Opened(backend=backend, machine=machine, budget_bytes=budgets.fast_bytes, spill_name=name)
+
+
+def _beside_memory_tier(budget_bytes: int, medium: Medium) -> int:
+    """Return what a tier that is memory itself leaves of a budget."""
+    taken_bytes = memory_bytes(medium)
+    if taken_bytes >= budget_bytes:
+        raise BadArgument(
+            f"the memory tier may take {format_bytes(taken_bytes)}, and the budget is {format_bytes(budget_bytes)}: "
+            "state less of it, for it is a part of the budget"
+        )
+    return budget_bytes - taken_bytes
 
 
 def refuse_lossy(medium: Medium) -> None:

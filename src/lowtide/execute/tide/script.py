@@ -8,7 +8,7 @@ import runpy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,8 @@ def inside(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    codecs: Sequence[str] | None = None,
+    max_error: float = 0.0,
     serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
@@ -105,6 +107,8 @@ def inside(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        codecs=codecs,
+        max_error=max_error,
     ) as tide:
         if strict and not tide.stats()["budget_exact"]:
             raise BadArgument(
@@ -133,6 +137,8 @@ def run_script(
     policy: str | Policy = "auto",
     verify: bool = False,
     recompute: bool | None = None,
+    codecs: Sequence[str] | None = None,
+    max_error: float = 0.0,
     serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
@@ -149,6 +155,8 @@ def run_script(
         policy=policy,
         verify=verify,
         recompute=recompute,
+        codecs=codecs,
+        max_error=max_error,
         serve=serve,
         strict=strict,
         on_forked_step=on_forked_step,

@@ -266,7 +266,7 @@ class Native:
         self.adopt = quick("lt_adopt", i64, pointer)
         self.leave_all = waiting("lt_leave_all", None)
         self._leave = waiting("lt_leave", integer, pointer, integer, integer)
-        self._coder_add = quick("lt_coder_add", integer, pointer, pointer, integer, integer)
+        self._coder_add = quick("lt_coder_add", integer, pointer, pointer, ctypes.c_double, integer)
         self._take_samples = quick("lt_take_samples", i64, pointer, i64)
         self.place_in = waiting("lt_place_in", integer, pointer, integer)
         self.fetch = waiting("lt_fetch", integer, pointer)
@@ -400,18 +400,25 @@ class Native:
         """Start to give a tensor's pages up, through a codec by its number; return 0, or -1 if they cannot leave."""
         return self._leave(tensor_address, tier, coder)
 
-    def coder_add(self, addresses: tuple[int, int], *, exact: bool) -> int:
-        """Add a codec by its native functions (`Kernel.addresses`), and return its number; ranges_stop forgets it."""
-        return self._coder_add(*addresses, exact, 0)
+    def coder_add(self, addresses: tuple[int, int], *, most_error: float) -> int:
+        """Add a codec by its native functions (`Kernel.addresses`), and return its number; ranges_stop forgets it.
+
+        `most_error`: of a value, in terms of the largest of its frame (0: every bit comes back).
+        """
+        return self._coder_add(*addresses, most_error, 0)
 
     def coder_add_python(
-        self, encode: Callable[[int, int, int, int], int], decode: Callable[[int, int, int, int], int], *, exact: bool
+        self,
+        encode: Callable[[int, int, int, int], int],
+        decode: Callable[[int, int, int, int], int],
+        *,
+        most_error: float,
     ) -> int:
         """Add a codec that is written in Python: called as the native functions are, on movers' threads."""
         encode_call, decode_call = EncodeCallback(encode), DecodeCallback(decode)
         self._kept_tiers += [encode_call, decode_call]  # ctypes would free them while the movers still call them
         encode_at, decode_at = (ctypes.cast(call, ctypes.c_void_p) for call in (encode_call, decode_call))
-        return self._coder_add(encode_at, decode_at, exact, 1)
+        return self._coder_add(encode_at, decode_at, most_error, 1)
 
     def take_samples(self) -> dict[int, dict[int, float]]:
         """Return what codecs would leave of ranges that left while the log was on: by serial and number; once."""

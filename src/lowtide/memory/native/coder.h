@@ -4,11 +4,19 @@
 // an extent of its own, as long as what is left of it. One that would not become a page shorter, or has a value that the codec
 // cannot hold, is written as it is. Whoever encodes reads the pages at their addresses, so they cannot be called back
 // meanwhile: who wants them waits for the frame, whose blob is then thrown away.
+//
+// Note [Rounded]: a codec that rounds is for ranges that operators use as single precision only. Nobody relies on what it
+// promises: each frame is decoded again, and one with a value that is further off than `most_error` times the frame's largest,
+// or with a zero that is none any more, is written as it is.
 #pragma once
 #include "lowtide.h"
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
 #include <vector>
 
 namespace lowtide {
@@ -22,7 +30,39 @@ struct Coder {
   DecodeCall decode = nullptr;
   bool exact = true;       // every bit comes back
   bool in_python = false;  // it takes the GIL
+  double most_error = 0;   // of a codec that rounds, in terms of the frame's largest value: see Note [Rounded]
 };
+
+// Whether all of `back` is as near to `values` as `most_error` asks for: see Note [Rounded]. Both are `n` bytes of floats.
+inline bool is_near(const char* values, const char* back, int64_t n, double most_error) {
+  constexpr uint32_t kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000;
+  int64_t count = n / 4;
+  auto word = [](const char* from, int64_t i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + 4 * i, 4);
+    return bits;
+  };
+  auto number = [](uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  };
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t magnitude = word(values, i) & kMagnitude;
+    largest = std::max(largest, magnitude < kInfinity ? magnitude : 0);
+  }
+  // A little less, for what the difference itself is rounded by.
+  auto bound = static_cast<float>(most_error * static_cast<double>(number(largest)) * (1 - 1.0 / (1 << 20)));
+  int64_t far = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t before = word(values, i), after = word(back, i), magnitude = before & kMagnitude;
+    bool same = before == after || (magnitude > kInfinity && (after & kMagnitude) > kInfinity);
+    bool near = magnitude ? std::fabs(number(before) - number(after)) <= bound : (after & kMagnitude) == 0;
+    far += !same && !near;
+  }
+  return far == 0 && std::memcmp(values + 4 * count, back + 4 * count, n - 4 * count) == 0;
+}
 
 struct Frame {
   int64_t offset = -1;  // of its extent

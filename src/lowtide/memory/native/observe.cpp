@@ -211,7 +211,15 @@ Range* range_of(const at::Tensor& tensor) {
 void collect(
     const c10::IValue& value, bool writes, bool changes, std::vector<Touched>& single, std::vector<Touched>& listed) {
   auto add = [&](const at::Tensor& tensor, std::vector<Touched>& into) {
-    if (Range* range = range_of(tensor)) into.push_back({range, range->serial, writes, changes});
+    Range* range = range_of(tensor);
+    if (!range) return;
+    if (tensor.scalar_type() != at::kFloat) {
+      range->mixed = true;
+    } else if (!range->floats) {
+      range->floats = true;
+      range->used_bytes = static_cast<int64_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes());
+    }
+    into.push_back({range, range->serial, writes, changes});
   };
   if (value.isTensor()) {
     add(value.toTensor(), single);

@@ -46,6 +46,9 @@ struct Range {
   bool summed = false;      // `checksum` is that of its slot
   int lost = 0;             // why its bytes could not be read back, or 0: see Note [Lost]
   bool filled = false;      // it has pages, and nothing of its own in them
+  bool floats = false;      // operators have used it as single precision,
+  bool mixed = false;       // and as something else: no codec rounds it
+  int64_t used_bytes = 0;   // of its tensor: what follows in the last page is nobody's
   int32_t leave_tier = 0;
   int32_t leave_coder = 0;
   int pins = 0;             // operators that use it now, and those it was lent to

@@ -24,6 +24,7 @@ constexpr int kThreadsOfSources = 3;  // two for the disk while one copies
 constexpr int64_t kSampledPages = 16;
 
 thread_local BlobBuffer blobs;
+thread_local BlobBuffer decoded_again;  // see Note [Rounded]
 
 }  // namespace
 
@@ -698,6 +699,10 @@ bool Ranges::leave(Range* range, int32_t tier, bool placed, int32_t coder) {
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
   // What a server that is gone held too is here only, and has to be written again.
   bool clean = is_clean(range) && (!placed || range->slot.tier == tier) && tiers[range->slot.tier].holds();
+  if (coder && !clean && !coders[coder].exact && (!range->floats || range->mixed || range->foreign)) {
+    coder = 0;
+    counted.unencoded += range->bytes;
+  }
   if (!clean) {
     bury_children();
     if (range->slot.offset >= 0 &&
@@ -1078,15 +1083,29 @@ int Ranges::move_counted(
   return error;
 }
 
+namespace {
+
+// See Note [Rounded].
+bool holds_bound(const Coder& coder, const char* data, const char* blob, int64_t blob_bytes, int64_t n) {
+  char* back = decoded_again.get(kFrame);
+  return back && coder.decode(blob, blob_bytes, back, n) == 0 && is_near(data, back, n, coder.most_error);
+}
+
+}  // namespace
+
 // See Note [Encoded].
 int Ranges::write_frame(Transfer* transfer, int64_t at, int64_t n, std::unique_lock<std::mutex>& guard) {
   std::shared_ptr<Frames> frames = transfer->slot.frames;
   Coder coder = coders[frames->coder];
   char* data = transfer->data + at;
+  int64_t used = transfer->range ? transfer->range->used_bytes : transfer->bytes;
   ++transfer->reading;
   guard.unlock();
   char* buffer = blobs.get(kFrame);
+  // What lies behind the tensor in its last page is another's, or nothing: it must not count as a value.
+  if (!coder.exact && used < at + n) std::memset(data + std::max<int64_t>(used - at, 0), 0, std::min(n, at + n - used));
   int64_t blob = buffer ? std::max<int64_t>(coder.encode(data, n, buffer, n - kPage), 0) : 0;
+  if (blob && !coder.exact && !holds_bound(coder, data, buffer, blob, n)) blob = 0;
   int64_t stored = blob ? round_to_page(blob) : n;
   if (blob) std::memset(buffer + blob, 0, stored - blob);  // what it held before is another tensor's
   guard.lock();
@@ -1135,6 +1154,7 @@ void Ranges::sample(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
   if (!range || samples.count(range->serial)) return;
   int64_t serial = range->serial, all = transfer->bytes / kPage, some = std::min(kSampledPages, all);
   std::vector<Coder> tried(coders.begin(), coders.end());
+  bool rounds = range->floats && !range->mixed && !range->foreign;
   ++transfer->reading;
   guard.unlock();
   std::vector<double> shares(tried.size(), 1.0);
@@ -1143,7 +1163,9 @@ void Ranges::sample(Transfer* transfer, std::unique_lock<std::mutex>& guard) {
     for (int64_t k = 0; k < some; ++k)
       std::memcpy(buffer + k * kPage, transfer->data + (all * k / some) * kPage, kPage);
     for (size_t coder = 1; coder < tried.size(); ++coder) {
+      if (!tried[coder].exact && !rounds) continue;
       int64_t blob = tried[coder].encode(buffer, bytes, buffer + bytes, bytes);
+      if (blob > 0 && !tried[coder].exact && !holds_bound(tried[coder], buffer, buffer + bytes, blob, bytes)) continue;
       if (blob >= 0) shares[coder] = static_cast<double>(blob) / static_cast<double>(bytes);
     }
   }

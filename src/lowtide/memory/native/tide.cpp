@@ -140,9 +140,10 @@ void lt_leave_all() {
 }
 
 // Add a codec for plans to name. Returns its number.
-int lt_coder_add(EncodeCall encode, DecodeCall decode, int exact, int in_python) {
+// `most_error`: see Note [Rounded]; 0: every bit comes back.
+int lt_coder_add(EncodeCall encode, DecodeCall decode, double most_error, int in_python) {
   std::lock_guard<std::mutex> guard(pages().mutex);
-  ranges().coders.push_back({encode, decode, exact != 0, in_python != 0});
+  ranges().coders.push_back({encode, decode, most_error == 0, in_python != 0, most_error});
   return static_cast<int>(ranges().coders.size()) - 1;
 }
 

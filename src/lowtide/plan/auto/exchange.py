@@ -3,7 +3,7 @@
 The moves, in the order in which they are tried: more is swapped where operators waited for memory; what keeps operators
 waiting is discarded or kept; what takes long to make again is kept or swapped; what is kept is swapped or discarded;
 what is swapped is kept, and others are swapped instead: as many as it takes, or one of about its size; two that are
-kept are swapped. A move that makes the step faster stays.
+kept are swapped; two stand in for one, swapped or discarded. A move that makes the step faster stays.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _moves(search: Search, attempt: Attempt) -> Iterator[_Choice]:
             yield search.refill(attempt, attempt.mix.chosen, rank=rank), attempt.mix.discarded
         yield from _single_moves(search, attempt.mix, waits)
         yield from _stand_ins(search, attempt, attempt.mix, waits)
+        yield from _pairs_instead(search, attempt.mix, waits)
 
 
 def _single_moves(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
@@ -97,6 +98,20 @@ def _stand_ins(search: Search, attempt: Attempt, mix: Mix, waits: dict[Gap, floa
     largest = sorted(kept, key=lambda one: (-one.nbytes, one.gap))[:PAIRED]
     for first, second in combinations(largest, 2):
         yield chosen | {first.gap, second.gap}, discarded
+
+
+def _pairs_instead(search: Search, mix: Mix, waits: dict[Gap, float]) -> Iterator[_Choice]:
+    """Yield the choices in which two that are kept stand in for one: swapped or, where that is possible, discarded."""
+    chosen, discarded, can_discard = mix.chosen, mix.discarded, search.discardable()
+    kept = sorted((one for one in search.found if one.gap not in chosen), key=lambda one: (-one.nbytes, one.gap))
+    pairs = list(combinations(kept[:PAIRED], 2))
+    for gap in sorted(chosen, key=lambda gap: (-waits.get(gap, 0.0), gap)):
+        for pair in pairs:
+            both = frozenset(one.gap for one in pair)
+            made_again = [frozenset[Gap](), *(frozenset({one}) for one in sorted(both)), both]
+            for again in made_again:
+                if all(one in can_discard for one in again):
+                    yield (chosen - {gap}) | both, (discarded - {gap}) | again
 
 
 def _waits(search: Search, attempt: Attempt) -> dict[Gap, float]:

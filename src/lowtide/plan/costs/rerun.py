@@ -52,6 +52,15 @@ class Reruns:
             if (changed := set(op.writes) - set(self._fresh[index]))
         }
 
+    def begin_bytes(self, op: int) -> int:
+        """Return what the step holds when an operator begins, with nothing absent."""
+        return self._begin_bytes[op]
+
+    def alone_bytes(self, op: int) -> int:
+        """Return what an operator takes beside what it begins with."""
+        written = sum(self._storages[storage].nbytes for storage in self._fresh[op])
+        return max(self._ops[op].peak_bytes - self._begin_bytes[op], written)
+
     def of(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute], *, due_op: Sequence[int]) -> list[Rerun]:
         """Return what the recomputations of a plan add, in the order of the operators they run for.
 
@@ -76,11 +85,8 @@ class Reruns:
         going: dict[int, int] = {}
         held = highest = 0
         for op in ops:
-            begin = self._begin_bytes[op]
-            fresh = self._fresh[op]
-            written = sum(self._storages[storage].nbytes for storage in fresh)
-            highest = max(highest, held + max(self._ops[op].peak_bytes - begin, written))
-            for storage in fresh:
+            highest = max(highest, held + self.alone_bytes(op))
+            for storage in self._fresh[op]:
                 nbytes = self._storages[storage].nbytes
                 if storage in wanted:
                     held += nbytes

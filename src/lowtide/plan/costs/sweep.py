@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
+from typing import Protocol
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import IDENTITY, Place, Prediction, Problem, Recompute, Swap
@@ -66,6 +67,16 @@ def ends_unused(trace: Trace) -> dict[int, int]:
     return released
 
 
+class ChoosesCodecs(Protocol):
+    """Says through which codec what is swapped goes."""
+
+    def of_storage(self, storage: int) -> str:
+        """Return the codec of a storage, as most of its swaps go."""
+
+    def of_gap(self, gap: Gap) -> str:
+        """Return the codec of one gap."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """A prediction and where its waiting comes from.
@@ -86,10 +97,10 @@ class Outcome:
 class Sweep:
     """The facts of one problem, ready to judge many sets of decisions.
 
-    `codecs`: through which the problem's tier is reached by storages that are swapped, of those that have one.
+    `codecs`: through which the problem's tier is reached by what is swapped (None: it goes as it is).
     """
 
-    def __init__(self, problem: Problem, *, codecs: Mapping[int, str] | None = None) -> None:
+    def __init__(self, problem: Problem, *, codecs: ChoosesCodecs | None = None) -> None:
         trace = problem.trace
         self.trace = trace
         self._reruns: Reruns | None = None
@@ -97,7 +108,7 @@ class Sweep:
         self.tier = problem.tier
         self.link = link_of(problem)
         self.options = Options(problem)
-        self._codec_of = dict(codecs or {})
+        self._codecs = codecs
         self.writes = Writes(trace)
         self.budget_bytes = problem.budget_bytes
         self.periodic = trace.reach is Reach.TOUCHED
@@ -149,19 +160,15 @@ class Sweep:
 
     def trip(self, storage: int) -> Option:
         """Return what a swap of a storage to the problem's tier costs by itself."""
-        codec = self._codec_of.get(storage, IDENTITY.name)
+        codec = IDENTITY.name if self._codecs is None else self._codecs.of_storage(storage)
         return self.options.swap(self.sizes[storage], tier=self.tier, codec=codec, storage=storage)
 
     def encoded(self, swaps: Sequence[Swap]) -> tuple[Swap, ...]:
-        """Return swaps through the codecs of their storages."""
-        if not self._codec_of:
+        """Return swaps through the codecs of their gaps."""
+        codecs = self._codecs
+        if codecs is None:
             return tuple(swaps)
-        return tuple(
-            replace(swap, codec=codec)
-            if swap.tier == self.tier and (codec := self._codec_of.get(swap.gap.storage)) is not None
-            else swap
-            for swap in swaps
-        )
+        return tuple(replace(swap, codec=codecs.of_gap(swap.gap)) if swap.tier == self.tier else swap for swap in swaps)
 
     def at_s(self, op: int) -> float:
         """Return when an operator begins in a step without waits, counted from the start of the step; n is its end."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from lowtide.core.plan import IDENTITY, Plan, Prediction, Problem, Recompute, Swap
 from lowtide.core.units import format_bytes, format_seconds
-from lowtide.plan.auto.encode import best_codecs
+from lowtide.plan.auto.encode import ChosenCodecs
 from lowtide.plan.auto.exchange import exchange
 from lowtide.plan.auto.placed import Placed, best_placed, may_be_faster
 from lowtide.plan.auto.search import HEADROOM, NEGLIGIBLE, Attempt, Search
@@ -71,27 +71,29 @@ class Auto:
             return self._plan(problem, swaps, facts.run(swaps).prediction, note=note)
         search = self._searched(problem, facts)
         best = search.winner()
-        if not search.settled() and (codecs := best_codecs(problem, facts.options)):
+        codecs = ChosenCodecs(problem, facts.options)
+        if not search.settled() and codecs.any():
             # Transfers through codecs are shorter: other gaps may be worth swapping, and fewer worth making again.
             encoded = self._searched(problem, Sweep(problem, codecs=codecs), before=best)
             other = encoded.winner()
             faster = encoded.watched_s(other) < search.watched_s(best) * (1 - NEGLIGIBLE)
             if faster and (best.outcome.over or not other.outcome.over):
                 search, best = encoded, other
-        prediction = best.prediction
+        swaps = codecs.without_rounded_recipes(best.swaps, best.recomputes, problem.trace)
+        prediction = best.prediction if swaps == best.swaps else facts.run(swaps, best.recomputes).prediction
         if may_be_faster(problem) or prediction.step_s > (1 + NEGLIGIBLE) * problem.trace.duration_s:
             placed = best_placed(problem, facts, negligible=NEGLIGIBLE)
             if placed is not None and placed.prediction.step_s < prediction.step_s:
                 return self._placed(problem, placed)
         note = (
-            f"swaps {len(best.swaps)} of {len(search.found)} gaps, {format_bytes(prediction.moved_out_bytes)}; "
+            f"swaps {len(swaps)} of {len(search.found)} gaps, {format_bytes(prediction.moved_out_bytes)}; "
             f"predicted stall {format_seconds(prediction.stall_s)}"
         )
-        if through := Counter(swap.codec for swap in best.swaps if swap.codec != IDENTITY.name):
+        if through := Counter(swap.codec for swap in swaps if swap.codec != IDENTITY.name):
             note += "; through " + ", ".join(f"{name} {count}" for name, count in through.most_common())
         if best.recomputes:
             note += f"; makes {len(best.recomputes)} again in {format_seconds(prediction.recompute_s)}"
-        return self._plan(problem, best.swaps, prediction, note=note, recomputes=best.recomputes)
+        return self._plan(problem, swaps, prediction, note=note, recomputes=best.recomputes)
 
     def _searched(self, problem: Problem, facts: Sweep, *, before: Attempt | None = None) -> Search:
         """Return a search that has come to its end; `before`: the best of one with other facts, which competes."""

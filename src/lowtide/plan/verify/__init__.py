@@ -10,9 +10,11 @@ V5  every operand of an operator, and everything autograd unpacks before it, is 
     memory where the plan has it touched in place: it is reachable, not always fast;
 V6  bytes are conserved: what leaves comes back once, and nothing is read before its write has landed;
 V7  operators that run again can: the executor knows how, they are deterministic, and they find their operands;
-V8  no tier holds more than its capacity.
+V8  no tier holds more than its capacity;
+V9  a codec that rounds is within the problem's error, and for activations that only backward reads from then on.
 
-V1 to V3 are in shape.py and places.py, V7 in recipes.py, V4 to V6 in clock.py, V8 in places.py. The replay is that of
+V1 to V3 are in shape.py and places.py, V7 in recipes.py, V4 to V6 in clock.py, V8 in places.py, V9 in rounding.py, for
+plans that are executed: a simulated step may round what it likes. The replay is that of
 docs/policies.md. Where pages move, it is that of a step which follows another of its kind, and pages.py tells which of
 them are dirty. What whoever executes the plan can do is stated by the problem: `tiers`, `codecs`, `can_recompute`,
 `can_place`.
@@ -29,6 +31,7 @@ from lowtide.core.plan import Plan, Problem
 from lowtide.errors import PlanError
 from lowtide.plan.verify.clock import Replay, run
 from lowtide.plan.verify.recipes import burdens
+from lowtide.plan.verify.rounding import check_rounding
 from lowtide.plan.verify.shape import check_shape
 
 __all__ = ["Replay", "check", "check_executable", "replay"]
@@ -50,6 +53,7 @@ def check_executable(plan: Plan, problem: Problem) -> None:
     next or stays. A plan that the executor cannot follow would be followed in part.
     """
     check_shape(plan, problem)
+    check_rounding(plan, problem)
     links = {name: replace(link, capacity_bytes=None) for name, link in problem.machine.links.items()}
     roomy = replace(problem, budget_bytes=_NO_BUDGET, machine=replace(problem.machine, links=links))
     run(plan, roomy, burdens(plan, problem))
