@@ -37,9 +37,9 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
     """Return the medium that `spill` names.
 
     A directory, several (striped), servers with a directory behind them (slabs.py), a tier URL (`file:///fast/disk`,
-    `dram+zvc:512MiB`, `redis://host`, `null:`, the scheme of an installed plug-in, or any of these with a lossless codec:
-    `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a temporary
-    directory on a disk.
+    `dram+zvc:512MiB`, `redis://host`, `null:`, the scheme of an installed plug-in, or any of these with a lossless
+    codec: `file+zvc:///fast/disk`), a medium, which is returned as it is, or None: what $LOWTIDE_SPILL names, else a
+    temporary directory on a disk.
     """
     failures.checked_capacity(capacity_bytes)
     if spill is None:
