@@ -35,6 +35,7 @@ TIMEOUT_S = 900
 NOT_EXECUTED = {
     "make test": "it is the command that runs this test",
     "make bench": "takes hours; tests/benchmarks runs its parts",
+    "make docs": "its own step of .ci/run; tests/docs/test_site.py tests its parts",
     "make demo": "makes a new environment; tests/cli/test_demo.py runs `lowtide demo`",
     "make wheel": "takes minutes and the network; tests/release builds the wheel for the torch of the tests",
     "pip install": "changes the environment that the tests run in",
@@ -137,6 +138,8 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path, desk: Path)
     (desk / "bin" / "lowtide").write_text(f'#!/bin/sh\nexec {sys.executable} -m lowtide "$@"\n')
     (desk / "bin" / "lowtide").chmod(0o755)
     path = os.pathsep.join((str(desk / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+    for script in re.findall(r"```python\n(# train\.py\n.*?)```", page.read_text(), re.DOTALL):
+        (desk / "train.py").write_text(script)
     failed = []
     for command in executed_of(page):
         done = subprocess.run(
