@@ -265,5 +265,6 @@ def _print_points(trace: Trace, points: Sequence[Point], *, policy: str, machine
             format_seconds(point.stall_s),
         )
     console().print()
-    console().print(f"Memory against time under {policy} on {machine.name}, simulated", style="bold")
+    where = "an assumed machine" if machine.source == "assumed" else machine.name
+    console().print(f"Memory against time under {policy} on {where}, simulated", style="bold")
     console().print(table)
