@@ -18,6 +18,7 @@ import click
 
 from lowtide import registry
 from lowtide.cli import VERBS, group
+from lowtide.plan.policy import Family, Runs
 
 DOCS = Path(__file__).parents[1]
 
@@ -175,7 +176,7 @@ def system_page(system: System, text: str) -> Iterator[str]:
     yield "|---|---|---|---|"
     for policy in policies:
         about = policy.about
-        does = "recomputes" if about.recomputes else "swaps" if str(about.family) != "placement" else "places"
+        does = "recomputes" if about.recomputes else "places" if about.family is Family.PLACEMENT else "swaps"
         yield f"| `{policy.name}` | {about.family} | {does} | {_cell(policy.summary)} |"
     yield ""
     yield "## What it decides"
@@ -205,9 +206,7 @@ def system_page(system: System, text: str) -> Iterator[str]:
     yield "## Try it"
     yield ""
     yield "```console"
-    yield f"$ lowtide simulate --budget 60% --policy {system.page} step.trace"
-    if "real" in {str(how) for how in policies[0].about.runs}:
-        yield f"$ lowtide run --budget 2GiB --policy {system.page} train.py"
+    yield from (f"$ {command}" for command in commands_of(system))
     yield "```"
     yield ""
     for module in dict.fromkeys(type(policy).__module__ for policy in policies):
@@ -218,6 +217,17 @@ def system_page(system: System, text: str) -> Iterator[str]:
         yield "```"
         yield ""
     yield "[All systems](../../systems.md) · [how policies are judged](../../policies.md)"
+
+
+def commands_of(system: System) -> Iterator[str]:
+    """Yield the commands of a system's page."""
+    about = registry.policy(system.page).about
+    if about.family is Family.PLACEMENT:
+        yield f"lowtide estimate step.trace --machine optane --fast 60% --policy {system.page}"
+    else:
+        yield f"lowtide simulate step.trace --budget 60% --policy {system.page}"
+    if Runs.REAL in about.runs:
+        yield f"lowtide run --budget 2GiB --policy {system.page} train.py"
 
 
 def _mentions(row: Sequence[str], system: System) -> bool:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
 
 from lowtide import registry
 from lowtide.cli import VERBS, group
+from tests.docs.site_modules import load
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-
-
-def load(name: str) -> ModuleType:
-    """Return a module of docs/site, which is no package: Sphinx loads its configuration by path."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / "site" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 pages = load("pages")
