@@ -201,7 +201,7 @@ def system_page(system: System, text: str) -> Iterator[str]:
         yield "| published | here |"
         yield "|---|---|"
         for shape, here in shapes:
-            yield f"| {shape} | {here} |"
+            yield f"| {_up(shape)} | {_up(here)} |"
         yield ""
     yield "## Try it"
     yield ""
@@ -242,7 +242,7 @@ def _cell(text: str) -> str:
 
 
 def _up(text: str) -> str:
-    moved = text.replace("](howto-", "](../../howto-")
+    moved = re.sub(r"\]\((?=[\w-]+\.md)", "](../../", text).replace("](#", "](../../systems.md#")
     return moved[:1].upper() + moved[1:]
 
 
