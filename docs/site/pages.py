@@ -1,6 +1,6 @@
 """The pages that nobody writes by hand: one for each system of the literature, each verb, each part of the interface.
 
-A system's page is made of what its policies declare (`About`), the opening of their modules, and its rows in
+A system's page is made of what its policies declare (`About`), the opening of their modules, and its paragraph in
 docs/systems.md; a verb's is its own help; the interface's come from docstrings.
 """
 
@@ -84,7 +84,7 @@ SIDEBAR = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A row of docs/systems.md: a published system, and the policies that are it."""
+    """A paragraph of docs/systems.md: a published system, and the policies that are it."""
 
     policies: tuple[str, ...]
     name: str
@@ -125,27 +125,37 @@ def _put(path: Path, text: str) -> None:
 # ---- systems ----
 
 
+_PARAGRAPH = re.compile(
+    r"^(?P<policies>`\w+`(?:(?:, | to )`\w+`)*): (?P<name>.+?)\.?\n\n"
+    r"- \*\*Decides\*\*: (?P<decides>.*?)\n"
+    r"- \*\*Runs\*\*: (?P<runs>.*?)\.? \*\*Adapts\*\*: (?P<adapts>.*?)\n"
+    r"(?:- \*\*Filled in, left out\*\*: (?P<filled_in>.*?)\n)?(?=\n|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
 def systems(text: str) -> list[System]:
-    """Return the systems of the first table of docs/systems.md."""
+    """Return the systems of docs/systems.md, each a paragraph that begins with its policies."""
     found: list[System] = []
-    for first, name, decides, runs, adapts, filled_in in _rows(text, columns=6):
+    for told in _PARAGRAPH.finditer(text):
+        name = told["name"]
         if name.startswith("the same"):
             name = found[-1].short_name + name.removeprefix("the same").replace("`", "")
         found.append(
             System(
-                policies=tuple(_policies_in(first)),
+                policies=tuple(_policies_in(told["policies"])),
                 name=name,
-                decides=decides,
-                runs=runs,
-                adapts=adapts,
-                filled_in=filled_in,
+                decides=told["decides"],
+                runs=told["runs"],
+                adapts=told["adapts"].rstrip("."),
+                filled_in=told["filled_in"] or "",
             )
         )
     named = [policy for system in found for policy in system.policies]
     published = {name for name in registry.policy_names() if registry.policy(name).about.paper}
     missing = published - set(named) - {"belady"}  # the bound that all are compared with, not a system
     if missing:
-        raise ValueError(f"docs/systems.md has no row for: {', '.join(sorted(missing))}")
+        raise ValueError(f"docs/systems.md says nothing of: {', '.join(sorted(missing))}")
     return found
 
 
@@ -201,7 +211,7 @@ def system_page(system: System, text: str) -> Iterator[str]:
         yield "| published | here |"
         yield "|---|---|"
         for shape, here in shapes:
-            yield f"| {_up(shape)} | {_up(here)} |"
+            yield f"| {_moved(shape)} | {_moved(here)} |"
         yield ""
     yield "## Try it"
     yield ""
@@ -241,8 +251,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def _moved(text: str) -> str:
+    """Return a text of docs/systems.md whose links work from a system's page."""
+    return re.sub(r"\]\((?=[\w-]+\.md)", "](../../", text).replace("](#", "](../../systems.md#")
+
+
 def _up(text: str) -> str:
-    moved = re.sub(r"\]\((?=[\w-]+\.md)", "](../../", text).replace("](#", "](../../systems.md#")
+    moved = _moved(text)
     return moved[:1].upper() + moved[1:]
 
 
@@ -253,7 +268,7 @@ def _sentence(text: str) -> str:
 def _systems_index(found: Sequence[System]) -> Iterator[str]:
     yield "# One page for each system"
     yield ""
-    yield "Made from what the policies declare and from [the table of systems](../../systems.md)."
+    yield "Made from what the policies declare and from [the page of systems](../../systems.md)."
     yield ""
     yield "```{toctree}"
     yield ":maxdepth: 1"
@@ -263,15 +278,13 @@ def _systems_index(found: Sequence[System]) -> Iterator[str]:
 
 
 def with_links_to_systems(text: str) -> str:
-    """Return docs/systems.md with the policies of its table linked to their pages."""
-    lines = []
-    for line in text.splitlines():
-        cells = list(_rows(line, columns=6))
-        if cells:
-            first = cells[0][0]
-            line = line.replace(first, f"[{first}](generated/systems/{next(_policies_in(first))}.md)", 1)
-        lines.append(line)
-    return "\n".join(lines) + "\n"
+    """Return docs/systems.md with the policies that begin a paragraph linked to their pages."""
+
+    def linked(told: re.Match[str]) -> str:
+        policies = told["policies"]
+        return told[0].replace(policies, f"[{policies}](generated/systems/{next(_policies_in(policies))}.md)", 1)
+
+    return _PARAGRAPH.sub(linked, text)
 
 
 # ---- the command line ----
