@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-cuda mutations papers bench wheel lint format clean
+.PHONY: help install demo test test-full test-cuda mutations papers bench wheel lint docs screenshots format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,7 +17,7 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt setuptools torch
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,lint,docs]'
 	@touch $@
 
 install: $(STAMP)  ## make .venv and install the package into it
@@ -54,10 +54,17 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)  ## the documentation as a site, with every link checked
+	$(BIN)/python docs/site/build.py
+
+# Needs a Chromium: apt-get install chromium fonts-dejavu-core
+screenshots: $(STAMP)  ## take the pictures of the documentation again
+	$(BIN)/python -m docs.site.screenshots
+
 format: $(STAMP)  ## let ruff lay out the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove everything that make created
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build docs/generated dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

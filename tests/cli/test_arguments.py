@@ -286,3 +286,32 @@ def test_a_budget_may_be_a_share_of_auto_and_needs_a_unit_where_it_is_small(
 
 def test_run_refuses_a_module_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "module nosuch.train does not exist" in refused(capsys, "run", GOOD, "-m", "nosuch.train")
+
+
+@pytest.mark.parametrize("budget", ["100", "1.5", "0.25", " 64 "])
+def test_a_small_budget_without_a_unit_asks_for_one(
+    capsys: pytest.CaptureFixture[str], script: str, budget: str
+) -> None:
+    assert f"add a unit, such as '{budget.strip()}GiB'" in refused(capsys, "run", f"--budget={budget}", script)
+
+
+@pytest.mark.parametrize("argv", [("plan", "--floor"), ("simulate", GOOD), ("report", GOOD, "--out=page.html")])
+def test_a_script_where_a_trace_is_wanted_is_answered_with_the_way_to_one(
+    capsys: pytest.CaptureFixture[str], script: str, argv: tuple[str, ...]
+) -> None:
+    assert f"lowtide capture -o step.trace {script}" in refused(capsys, *argv, script)
+
+
+def test_a_file_of_another_kind_is_refused_without_internals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("not a trace")
+    said = refused(capsys, "plan", "--floor", str(other))
+    assert "is no Lowtide file" in said
+    assert "gzip" not in said
+
+
+def test_a_machine_that_is_nearly_right_is_answered_in_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "estimate", "--model", "vgg16", "--machine", "v10")
+    assert "did you mean 'v100'? the presets are" in said

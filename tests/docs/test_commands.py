@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -25,6 +26,7 @@ from lowtide.cli import VERBS, group, main
 from lowtide.core.serialize import save
 from lowtide.core.trace import Reach, Trace
 from lowtide.estimate.presets import machine
+from tests.docs.site_modules import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -35,6 +37,7 @@ TIMEOUT_S = 900
 NOT_EXECUTED = {
     "make test": "it is the command that runs this test",
     "make bench": "takes hours; tests/benchmarks runs its parts",
+    "make docs": "its own step of .ci/run; tests/docs/test_site.py tests its parts",
     "make demo": "makes a new environment; tests/cli/test_demo.py runs `lowtide demo`",
     "make wheel": "takes minutes and the network; tests/release builds the wheel for the torch of the tests",
     "pip install": "changes the environment that the tests run in",
@@ -137,6 +140,8 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path, desk: Path)
     (desk / "bin" / "lowtide").write_text(f'#!/bin/sh\nexec {sys.executable} -m lowtide "$@"\n')
     (desk / "bin" / "lowtide").chmod(0o755)
     path = os.pathsep.join((str(desk / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+    for script in re.findall(r"```python\n(# train\.py\n.*?)```", page.read_text(), re.DOTALL):
+        (desk / "train.py").write_text(script)
     failed = []
     for command in executed_of(page):
         done = subprocess.run(
@@ -153,6 +158,28 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path, desk: Path)
         if done.returncode != 0 and not said_no:
             failed.append((command, done.returncode, done.stdout, done.stderr))
     assert failed == []
+
+
+SYSTEMS = load("pages").systems((ROOT / "docs" / "systems.md").read_text())
+
+
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param(system, marks=() if system.page == "capuchin" else pytest.mark.slow) for system in SYSTEMS],
+    ids=lambda system: system.page,
+)
+def test_the_commands_of_a_systems_page_work(system: Any, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in load("pages").commands_of(system):
+        words = shlex.split(command)[1:]
+        if words[0] == "run":  # which would take this process over
+            done = subprocess.run(
+                [sys.executable, "-m", "lowtide", *words], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+        else:
+            assert main(words) in (0, 2), capsys.readouterr().err
+            said = capsys.readouterr()
+            assert "simulated" in said.out or "floor" in said.err, said.err
 
 
 # ---- inside sentences ----

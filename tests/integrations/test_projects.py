@@ -50,14 +50,28 @@ def run(command: list[str], tmp_path: Path) -> str:
 # ---- those that know Lowtide ----
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop.py", "diffusion_unet.py", "huggingface_trainer.py"])
-def test_a_quick_project_trains_to_the_same_bits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("accelerate_loop.py",),
+        ("diffusion_unet.py",),
+        ("huggingface_trainer.py",),
+        ("huggingface_trainer.py", "--resume", "--mixin"),
+        ("huggingface_trainer.py", "--lora", "--budget", "20MiB"),
+        ("lightning_module.py",),
+        ("lightning_module.py", "--strategy", "--resume"),
+        ("trl_sft.py",),
+    ],
+    ids=" ".join,
+)
+def test_a_project_trains_to_the_same_bits(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    name, *own = command
 
     def here(*arguments: str) -> Found:
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.setattr(sys, "argv", [name, *own, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return read(capsys.readouterr().out)
 
@@ -69,16 +83,10 @@ def test_a_quick_project_trains_to_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        ("huggingface_trainer.py", "--mixin"),
-        ("huggingface_trainer.py", "--resume"),
-        ("huggingface_trainer.py", "--resume", "--mixin"),
-        ("huggingface_trainer.py", "--lora", "--budget", "20MiB"),
-        ("lightning_module.py",),
-    ],
+    [("huggingface_trainer.py", "--mixin"), ("huggingface_trainer.py", "--resume"), ("trl_sft.py", "--lora")],
     ids=" ".join,
 )
-def test_a_project_trains_to_the_same_bits(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_project_in_a_process_of_its_own_trains_to_the_same_bits(command: tuple[str, ...], tmp_path: Path) -> None:
     name, *arguments = command
     stock = read(run([sys.executable, str(EXAMPLES / name), *arguments, "--stock"], tmp_path))
     ours = read(run([sys.executable, str(EXAMPLES / name), *arguments], tmp_path))
@@ -94,17 +102,24 @@ def test_a_resumed_training_is_the_one_that_was_not_interrupted(tmp_path: Path) 
     assert resumed.parameters == whole.parameters
 
 
+@pytest.mark.slow
+def test_a_resumed_lightning_training_is_the_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    example = [sys.executable, str(EXAMPLES / "lightning_module.py")]
+    whole = read(run([*example, "--stock", "--out", str(tmp_path / "whole")], tmp_path))
+    resumed = read(run([*example, "--strategy", "--resume", "--out", str(tmp_path / "resumed")], tmp_path))
+    assert resumed.parameters == whole.parameters
+
+
 # ---- those that do not ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
         ("gan.py",),
         ("gan.py", "--compile"),
         ("torchrun", "--standalone", "--nproc-per-node", "2", "ddp.py"),
-        ("torchrun", "--standalone", "--nproc-per-node", "2", "fsdp2.py"),
+        pytest.param(("torchrun", "--standalone", "--nproc-per-node", "2", "fsdp2.py"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

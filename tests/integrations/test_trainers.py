@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lowtide.errors import BudgetTooSmall
 from lowtide.execute.tide.fit import fit
 
-pytestmark = pytest.mark.slow
-
 
 def rows(count: int) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(64, generator=torch.Generator().manual_seed(number))} for number in range(count)]
@@ -139,4 +137,90 @@ def test_lightning_closes_its_tide_and_logs_its_figures(fails: bool, tmp_path: P
         figures = [(step, metrics) for step, metrics in notes.seen if "lowtide/step_s" in metrics]
         assert [step for step, _ in figures] == [2, 4]
     assert callback.stats()["steps"] == (2 if fails else 4)
+    assert_nothing_is_open()
+
+
+# ---- Lightning's checkpoints and its registry of strategies ----
+
+
+def test_a_checkpoint_of_lightnings_comes_back_as_it_was_and_draws_no_random_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from lowtide.integrations.lightning import TideCheckpointIO
+
+    saved = {"state_dict": {"a": torch.randn(300, 300)}, "epoch": 3, "callbacks": {("k", 1): [None, 2.5, "x"]}}
+    io = TideCheckpointIO()
+    io.save_checkpoint(saved, tmp_path / "deep" / "one.ckpt")
+    torch.manual_seed(7)
+    found = io.load_checkpoint(tmp_path / "deep" / "one.ckpt")
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(3))
+    assert torch.equal(found["state_dict"].pop("a"), saved["state_dict"].pop("a"))  # type: ignore[attr-defined]
+    assert found == saved
+    io.remove_checkpoint(tmp_path / "deep" / "one.ckpt")
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
+def test_files_that_lightning_saved_are_loaded_and_removed(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from lowtide.integrations.lightning import TideCheckpointIO
+
+    torch.save({"epoch": 3}, tmp_path / "stock.ckpt")
+    io = TideCheckpointIO()
+    assert io.load_checkpoint(tmp_path / "stock.ckpt") == {"epoch": 3}
+    io.remove_checkpoint(tmp_path / "stock.ckpt")
+    io.remove_checkpoint(tmp_path / "stock.ckpt")  # gone already
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_strategy_is_found_by_its_name_and_takes_what_is_left() -> None:
+    lightning = pytest.importorskip("lightning")
+    from lowtide.integrations.lightning import TideCheckpointIO, TideStrategy
+
+    trainer = lightning.Trainer(strategy="lowtide", accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is TideStrategy
+    assert type(trainer.strategy.checkpoint_io) is TideCheckpointIO
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_strategy_closes_its_tide_and_validates_inside_of_it(fails: bool, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lowtide.integrations.lightning import TideStrategy
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Regression(fails=fails)
+
+        def training_step(self, batch: dict[str, Tensor], _index: int) -> Tensor:
+            return self.inner(**batch)["loss"]
+
+        def validation_step(self, batch: dict[str, Tensor], _index: int) -> None:
+            assert "closed" not in repr(strategy.tide)
+            self.inner.net(batch["x"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def loader() -> Any:
+        return torch.utils.data.DataLoader(rows(32), batch_size=8)  # type: ignore[arg-type, var-annotated]
+
+    strategy = TideStrategy(budget="64MiB")
+    ours = lightning.Trainer(
+        max_steps=4,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=tmp_path,
+    )
+    if fails:
+        with pytest.raises(KeyError, match="mine"):
+            ours.fit(Module(), loader())
+    else:
+        ours.fit(Module(), loader())
+        ours.validate(Module(), loader(), verbose=False)
+    assert "closed" in repr(strategy.tide)
     assert_nothing_is_open()

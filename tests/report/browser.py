@@ -63,6 +63,13 @@ class Page:
         self.requests: list[str] = []
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a report, and wait until its scripts have drawn it."""
+        self.load(path, width=width, height=height, dark=dark)
+        drawn = "document.documentElement.dataset.drawn"
+        self.run(f"new Promise((done) => {{ const look = () => {drawn} ? done(1) : setTimeout(look, 5); look(); }})")
+
+    def load(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open any page."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -73,8 +80,6 @@ class Page:
         self._events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         self._wait_for("Page.loadEventFired")
-        drawn = "document.documentElement.dataset.drawn"
-        self.run(f"new Promise((done) => {{ const look = () => {drawn} ? done(1) : setTimeout(look, 5); look(); }})")
 
     def run(self, script: str) -> Any:
         """Return what an expression gives in the page."""

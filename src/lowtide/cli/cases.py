@@ -48,6 +48,11 @@ def read_trace(path: Path) -> Trace:
     """Return the trace in a file."""
     from lowtide.core.serialize import load_trace
 
+    if path.suffix == ".py":
+        raise BadArgument(
+            f"{path} is a script, and this command reads a trace: record one with 'lowtide capture -o step.trace "
+            f"{path}', then pass step.trace"
+        )
     try:
         return load_trace(path)
     except FileNotFoundError:

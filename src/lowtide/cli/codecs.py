@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(*, density: float, as_json: bool) -> int:
-    """List the codecs with what they leave and how fast one thread is here, in about two seconds.
+    """List the codecs, the bytes they leave, and the speed of one thread here; takes about two seconds.
 
     A round trip through a codec is faster on disks slower than its last column: 2 s / B > 1 / Ce + 1 / Cd, with s the
     share it saves. Only exact ones may stand before a tier; several in a row are written with a plus, as bf16+zvc2.

@@ -38,7 +38,7 @@ DEFAULT_BUDGETS = "40%,60%,80%"
     default=DEFAULT_BUDGETS,
     show_default=True,
     metavar="B,C",
-    help="Bytes such as 2GiB, or shares of what activations add to the static bytes.",
+    help="Bytes such as 2GiB, or shares of the bytes that activations add.",
 )
 @click.option("--machines", metavar="M,N", help="Presets (see docs/machines.md), machine files, or here.")
 @model_options
@@ -57,10 +57,11 @@ def command(
     jobs: int | None,
     trace_path: Path,
 ) -> int:
-    """Simulate the step recorded in TRACE under many policies, and print who is fastest where.
+    """Simulate the step recorded in TRACE under many policies, and print the fastest of them.
 
-    Budgets may be bytes, or percent of what activations add: 0% is the static bytes, 100% the unmanaged peak. What
-    does not fit is listed with the operator that needs more. Exit code 1 if a policy failed by itself.
+    Budgets may be bytes, or percent of the bytes that activations add: 0% is the static bytes, 100% the unmanaged
+    peak. A policy that does not fit is listed with the operator that needs more. Exit code 1 if a policy failed by
+    itself.
 
     \b
     Examples:

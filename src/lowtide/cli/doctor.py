@@ -42,7 +42,7 @@ class Finding:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(*, spill: str | None, as_json: bool) -> int:
-    """Check what Lowtide needs here, and say how to fix what is missing.
+    """Check this machine, and say how to fix each problem.
 
     The exit code is 1 if something has to be fixed before Lowtide can work.
 

@@ -36,7 +36,7 @@ _WORTH_TELLING = 0.9
 @click.option("--machine", required=True, metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @click.option("--budget", metavar="B", help="Tensor memory, such as 8GiB or 60%; the machine's memory if not given.")
 @click.option("--fast", metavar="F", help="Fast memory as a share of the peak, such as 40%, above slow memory.")
-@click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@click.option("--policy", default="auto", show_default=True, metavar="P", help="The policy; see 'lowtide policies'.")
 @recompute_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("trace_path", metavar="[TRACE]", required=False, type=click.Path(path_type=Path))

@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--floor", "floor_only", is_flag=True, help="Only tell the smallest budget, and what sets it.")
+@click.option(
+    "--floor", "floor_only", is_flag=True, help="Only show the smallest budget, and the operator that sets it."
+)
 @click.option("--budget", metavar="B", help="Plan for this much tensor memory, such as 2GiB.")
 @click.option("--pareto", is_flag=True, help="Show memory against time, from the floor to the peak.")
 @click.option("--max-slowdown", metavar="S", help="Find the smallest budget with a step at most this much slower: 5%.")
 @click.option("--max-written", metavar="B", help="Find the smallest budget that writes at most B a step, such as 2GiB.")
-@click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@click.option("--policy", default="auto", show_default=True, metavar="P", help="The policy; see 'lowtide policies'.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @recompute_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -56,7 +58,7 @@ def command(
     as_json: bool,
     trace_path: Path,
 ) -> int:
-    """Tell what the step recorded in TRACE needs and, with --budget, what a policy would do.
+    """Show the memory that the step in TRACE needs and, with --budget, the plan of a policy.
 
     Runs nothing: the step is simulated, as 'lowtide simulate' does it. Without --machine, operators take the trace's
     times and the disk is the one that 'lowtide probe' measured, or an ordinary one if that was never run; with it, both
@@ -263,5 +265,6 @@ def _print_points(trace: Trace, points: Sequence[Point], *, policy: str, machine
             format_seconds(point.stall_s),
         )
     console().print()
-    console().print(f"Memory against time under {policy} on {machine.name}, simulated", style="bold")
+    where = "an assumed machine" if machine.source == "assumed" else machine.name
+    console().print(f"Memory against time under {policy} on {where}, simulated", style="bold")
     console().print(table)

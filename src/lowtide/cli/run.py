@@ -51,7 +51,7 @@ _EXIT_FAILED = 1
 @click.option(
     "--slow", metavar="URL", help="Memory that operators use in place, beside the budget: pmem:///PATH, cxl: or numa:1."
 )
-@click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
+@click.option("--policy", default="auto", show_default=True, metavar="P", help="The policy; see 'lowtide policies'.")
 @click.option(
     "--recompute/--no-recompute",
     default=None,

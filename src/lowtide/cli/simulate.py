@@ -22,11 +22,15 @@ _DENSITY = 0.5  # about what a ReLU leaves
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--policy", default="auto", show_default=True, metavar="P", help="What decides; see 'lowtide policies'.")
-@click.option("--budget", required=True, metavar="B", help="Tensor memory: 2GiB, or 60% of what activations add.")
+@click.option("--policy", default="auto", show_default=True, metavar="P", help="The policy; see 'lowtide policies'.")
+@click.option(
+    "--budget", required=True, metavar="B", help="Tensor memory: 2GiB, or 60% of the bytes that activations add."
+)
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
 @click.option("--codec", metavar="C", help="Put a codec before the spill: zvc or fp16; see 'lowtide codecs'.")
-@click.option("--density", type=float, metavar="D", help="What a ReLU leaves, for --codec zvc; 0.5 if not stated.")
+@click.option(
+    "--density", type=float, metavar="D", help="The share of values that ReLUs leave, for --codec zvc; else 0.5."
+)
 @model_options
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Save the timeline here.")
 @click.option("--perfetto", type=click.Path(path_type=Path), metavar="FILE", help="Save a Perfetto/Chrome trace here.")
@@ -51,7 +55,7 @@ def command(
 
     Without --machine, operators take the trace's times and the link is this machine's. With it, both are the named
     machine's. A budget that the policy cannot meet is refused with exit code 2, and no file is written. With --codec,
-    what ReLUs wrote travels without its zeros (zvc), or everything in half precision (fp16, which no training here
+    the output of ReLUs travels without its zeros (zvc), or everything in half precision (fp16, which no training here
     does), at the rates that one thread has on this machine.
 
     \b

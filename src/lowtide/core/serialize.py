@@ -52,6 +52,9 @@ _FORMATS = {
     "timeline": _Format(Timeline, TIMELINE_VERSION, encode_timeline, decode_timeline),
 }
 
+# The first bytes of everything that `dumps` returns.
+_GZIP = b"\x1f\x8b"
+
 
 def dumps(value: Saveable) -> bytes:
     """Return the file content for a value; equal values give equal bytes."""
@@ -63,10 +66,12 @@ def dumps(value: Saveable) -> bytes:
 
 def loads(content: bytes, *, source: str = "the data") -> Saveable:
     """Return the value that `content` holds; `source` names it in errors."""
+    if content[:2] != _GZIP:
+        raise TraceError(f"{source} is no Lowtide file: check the path, or make it again")
     try:
         document = json.loads(_decompressed(content))
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise TraceError(f"{source} is damaged or no Lowtide file ({_one_line(error)}): make it again") from error
+        raise TraceError(f"{source} is damaged ({_one_line(error)}): make it again") from error
     kind = _kind_of(document, source=source)
     form = _FORMATS[kind]
     found = document.get("version")

@@ -431,7 +431,7 @@ def preset(name: str) -> Preset:
     found = PRESETS.get(name.lower().replace("_", "-").replace(" ", "-"))
     if found is None:
         meant = did_you_mean(name.lower(), PRESETS)
-        raise BadArgument(f"unknown machine {name!r}{meant}: the presets are {', '.join(PRESETS)}")
+        raise BadArgument(f"unknown machine {name!r}{meant or ':'} the presets are {', '.join(PRESETS)}")
     return found
 
 

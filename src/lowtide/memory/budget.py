@@ -240,10 +240,10 @@ def _positive_bytes(value: object, *, what: str) -> int:
         nbytes = parse_bytes(value)
     except ValueError as error:
         raise BadArgument(f"{what}: {error}") from None
+    if isinstance(value, str) and not value.strip()[-1].isalpha() and 0 < float(value) < _LEAST_WITHOUT_UNIT:
+        raise BadArgument(f"{what} {value!r} would be {nbytes} bytes: add a unit, such as '{value.strip()}GiB'")
     if nbytes <= 0:
         raise BadArgument(f"{what} {value!r} leaves no memory to work in: pass more than zero bytes, such as '2GiB'")
-    if isinstance(value, str) and value.strip().isdecimal() and nbytes < _LEAST_WITHOUT_UNIT:
-        raise BadArgument(f"{what} {value!r} would be {nbytes} bytes: add a unit, such as '{nbytes}GiB'")
     return nbytes
 
 

@@ -42,3 +42,16 @@ def test_a_floor_that_rounds_like_the_budget_is_told_in_bytes() -> None:
     error = lowtide.BudgetTooSmall(budget_bytes=2**30, needed_bytes=2**30 + 1, op="aten::mm")
     assert "budget 1.00 GiB (1073741824 bytes)" in str(error)
     assert "1.00 GiB (1073741825 bytes)" in str(error)
+
+
+def test_a_forward_pass_that_did_not_fit_is_not_called_the_optimizers(tmp_path: Path) -> None:
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with lowtide.fit(budget="28MiB", spill=tmp_path) as tide:  # as `lowtide run`: nobody has named the model
+        with pytest.raises(lowtide.BudgetTooSmall) as refused:
+            with tide.step():
+                model(torch.randn(4096, 1024)).sum().backward()
+                optimizer.step()  # where the step is stopped, before anything changes
+    assert refused.value.op == "aten::linear"
+    assert refused.value.place == ""
+    assert "shrink the batch" in str(refused.value)

@@ -124,6 +124,8 @@ class CpuTide(Tide):
             self._raise_trouble(error)
             if self._memory.refusals == refusals:
                 raise
+            if self._memory.was_sounded:  # the error's frames tell where the step was stopped, not what did not fit
+                raise self._too_small() from error
             raise located(self._too_small(), error, self._recorder.models()) from error
 
     def _raise_sounded(self) -> None:

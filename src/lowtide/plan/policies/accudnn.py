@@ -38,7 +38,7 @@ class AccUdnn:
     """Swaps the gaps whose transfers hide, latest read first."""
 
     name = "accudnn"
-    summary = "AccUDNN: swaps what hides behind compute, read at the last moment; tunes the batch"
+    summary = "AccUDNN: swaps tensors whose transfers hide behind compute, read at the last moment; tunes the batch"
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,

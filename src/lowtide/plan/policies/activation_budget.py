@@ -25,7 +25,7 @@ class ActivationBudget:
     """Keeps what is dearest to make again within a share of the bytes, the largest share that fits."""
 
     name = "activation_budget"
-    summary = "PyTorch's activation_memory_budget: a knapsack of what to keep, on our trace"
+    summary = "PyTorch's activation_memory_budget: a knapsack of values to keep, on our trace"
     about = About(
         kinds=ACTIVATIONS,
         family=Family.RECOMPUTE,

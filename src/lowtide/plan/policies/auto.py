@@ -43,7 +43,7 @@ class Auto:
     """Chooses gaps by predicted stall and places each prefetch against the memory curve."""
 
     name = "auto"
-    summary = "swaps what hides best, recomputes where swaps would stall, leaves alone what fits (the default)"
+    summary = "swaps where transfers hide, recomputes where swaps would stall, keeps the rest (the default)"
     about = About(
         family=Family.JOINT,
         classified=Classified(granularity="tensor", memory="device and host", moment="static", objective="time"),

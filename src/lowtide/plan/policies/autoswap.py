@@ -48,7 +48,7 @@ class AutoSwap:
     """
 
     name = "autoswap"
-    summary = "AutoSwap and SmartPool: swaps what weighs most on the peak, places blocks before the step"
+    summary = "AutoSwap and SmartPool: swaps the tensors that weigh most on the peak, places blocks before the step"
     about = About(
         kinds=ACTIVATIONS,
         family=Family.SWAP_OUT,

@@ -45,7 +45,7 @@ class Capuchin:
     """Plans from one measured step and corrects its triggers by what it sees in the next ones."""
 
     name = "capuchin"
-    summary = "Capuchin: swaps what hides behind its gap, recomputes what is cheaper, learns when to fetch"
+    summary = "Capuchin: swaps where a gap hides the transfers, recomputes where that is cheaper, learns when to fetch"
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,

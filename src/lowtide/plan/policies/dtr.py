@@ -29,7 +29,7 @@ class Dtr:
     """Discards the tensor that is cheapest to make again for its bytes and its staleness, whenever memory runs out."""
 
     name = "dtr"
-    summary = "DTR: when memory runs out, discards what is cheap to make again, large and stale"
+    summary = "DTR: when memory runs out, discards tensors that are large, stale and cheap to make again"
     about = About(
         family=Family.RECOMPUTE,
         classified=Classified(granularity="tensor", memory="one memory", moment="dynamic", objective="time"),

@@ -18,7 +18,9 @@ class Halo:
     """A bin-packing heuristic of the temporal knapsack, with migration into space that appears."""
 
     name = "halo"
-    summary = "slow memory read in place: what gains most per byte and lifetime is in fast memory, or moves in later"
+    summary = (
+        "slow memory read in place: storages that gain most per byte and lifetime are in fast memory, or move in later"
+    )
     about = About(
         family=Family.PLACEMENT,
         classified=Classified(granularity="tensor", memory="fast and slow memory", moment="dynamic", objective="time"),

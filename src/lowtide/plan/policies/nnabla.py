@@ -23,7 +23,7 @@ class Nnabla:
     """Keeps a window of the near future in memory. `prefetch_bytes`: how much may be ahead of its use (None: all)."""
 
     name = "nnabla"
-    summary = "nnabla: keeps what a window ahead uses, as far as memory goes, and moves the rest"
+    summary = "nnabla: keeps the operands of a window ahead, as far as memory goes, and moves the rest"
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,

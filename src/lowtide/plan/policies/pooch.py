@@ -49,7 +49,7 @@ class Pooch:
     """
 
     name = "pooch"
-    summary = "PoocH: searches for what to swap, keep and recompute by predicted time"
+    summary = "PoocH: searches which tensors to swap, keep and recompute, by predicted time"
     about = About(
         kinds=ACTIVATIONS,
         family=Family.JOINT,

@@ -170,7 +170,7 @@ class Survey2(_Survey):
     """Swaps out as algorithm 1 and in ahead of use: by dependency, or by access time if `forward_s` is given."""
 
     name = "survey2"
-    summary = "survey, algorithm 2: fetches what the next operators read, ahead of them"
+    summary = "survey, algorithm 2: fetches the operands of the next operators ahead of them"
     about = _about(
         Family.SWAP_IN,
         f"pseudo-code only; swaps out by algorithm 1; looks {FORWARD_OPS} operators ahead; a read that does not fit is "
@@ -189,7 +189,7 @@ class Survey3(_Survey):
     """
 
     name = "survey3"
-    summary = "survey, algorithm 3: keeps what is needed again soon, and what was missed in the last step"
+    summary = "survey, algorithm 3: keeps tensors that are needed again soon, or were missed in the last step"
     about = _about(
         Family.JOINT,
         "pseudo-code only; the interval is the time of the transfer back; what was missed or came late is kept from "

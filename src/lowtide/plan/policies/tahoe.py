@@ -22,7 +22,7 @@ class Tahoe:
     """Chooses the objects of each window by a knapsack."""
 
     name = "tahoe"
-    summary = "slow memory read in place: a knapsack chooses what is in fast memory in each window of the step"
+    summary = "slow memory read in place: a knapsack fills fast memory for each window of the step"
     about = About(
         family=Family.PLACEMENT,
         classified=Classified(granularity="tensor", memory="fast and slow memory", moment="dynamic", objective="time"),
