@@ -215,3 +215,19 @@ def test_nothing_leaves_while_the_end_waits(opened: Opened) -> None:
     engine.open = False
     assert torch.equal(x, pattern(MIB, 1))
     assert torch.equal(y, pattern(MIB, 2))
+
+
+def test_what_is_lost_is_said_once_and_does_not_trouble_the_next_tide(tmp_path: Path) -> None:
+    medium = HeldMedium()
+    engine = Engine(medium)
+    lost = filled(MIB)
+    engine.send_away(lost)
+    medium.read_errno = errno.EIO
+    with pytest.raises(lowtide.SpillError):
+        engine.memory.close()
+    again = Engine(files(tmp_path))
+    x = filled(MIB, 2)
+    again.send_away(x)
+    again.memory.close()
+    assert torch.equal(x, pattern(MIB, 2))
+    assert bool(lost.view(torch.float32).isnan().all())

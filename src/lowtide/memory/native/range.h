@@ -45,6 +45,7 @@ struct Range {
   bool crowded_out = false; // its tier was full: it stays until a slot comes free
   bool summed = false;      // `checksum` is that of its slot
   int lost = 0;             // why its bytes could not be read back, or 0: see Note [Lost]
+  bool given_up = false;    // it was lost, and said to be, when its tiers ended: nobody is told again
   bool filled = false;      // it has pages, and nothing of its own in them
   bool floats = false;      // operators have used it as single precision,
   bool mixed = false;       // and as something else: no codec rounds it

@@ -1333,7 +1333,7 @@ int Ranges::stop_waiting(bool bring_back) {
       int failed = room ? move_here(range, room) : ENOMEM;
       if (failed && !error) error = failed;
     }
-    if (range->serial == serial && range->lost && !error) error = range->lost;
+    if (range->serial == serial && range->lost && !range->given_up && !error) error = range->lost;
   }
   stopping_ = true;
   queued_.notify_all();
@@ -1347,6 +1347,7 @@ int Ranges::stop_waiting(bool bring_back) {
     range->slot = Slot{};
     range->dirty = true;
     if (range->place == Place::kAway && !range->lost) range->lost = kLost;
+    range->given_up = range->lost != 0;
     if (range->place == Place::kHere && !range->writable) make_writable(range);
     if (range->place == Place::kHere && pages().is_of_file(range->start)) take_off_file(range);
   }
