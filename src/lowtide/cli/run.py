@@ -69,6 +69,11 @@ _EXIT_FAILED = 1
     metavar="E",
     help="Let activations come back to backward rounded, off by this share of the largest value beside them at most.",
 )
+@click.option(
+    "--put-off",
+    is_flag=True,
+    help="Update state that does not fit when it is next used, instead of in optimizer.step(): the same bits.",
+)
 @click.option("--serve", is_flag=True, help="SCRIPT only infers: each call of its model is a step.")
 @click.option(
     "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
@@ -103,6 +108,7 @@ def command(
     recompute: bool | None,
     codecs: str | None,
     max_error: float,
+    put_off: bool,
     serve: bool,
     strict: bool,
     json_path: Path | None,
@@ -166,6 +172,7 @@ def command(
         recompute=recompute,
         codecs=read_codecs(codecs),
         max_error=max_error,
+        put_off=put_off,
         serve=serve,
         strict=strict,
         quiet=quiet,
@@ -220,6 +227,7 @@ def _here(program: Here, settings: Settings, *, where: Sequence[str]) -> dict[st
                 recompute=settings.recompute,
                 codecs=settings.codecs,
                 max_error=settings.max_error,
+                put_off=settings.put_off,
                 serve=settings.serve,
                 strict=settings.strict,
                 on_forked_step=forked_step_of(kept),

@@ -31,6 +31,7 @@ class Settings:
     recompute: bool | None = None
     codecs: tuple[str, ...] | None = None
     max_error: float = 0.0
+    put_off: bool = False
     serve: bool = False
     strict: bool = False
     quiet: bool = False

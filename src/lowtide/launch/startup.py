@@ -163,6 +163,7 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
             recompute=settings.recompute,
             codecs=settings.codecs,
             max_error=settings.max_error,
+            put_off=settings.put_off,
             serve=settings.serve,
             strict=settings.strict,
             on_forked_step=forked_step_of(settings),

@@ -100,7 +100,7 @@ def built_inside(spill: Any, *args: Any, **options: Any) -> Training:
 
 @contextmanager
 def fitted(training: Training, spill: Any, **options: Any) -> Iterator[Any]:
-    options = {"budget": BUDGET, "policy": "lru", **options}
+    options = {"budget": BUDGET, "policy": "lru", "put_off": True, **options}
     with lowtide.fit(training.model, training.optimizer, spill=spill, **options) as tide:
         yield tide
 
@@ -361,7 +361,7 @@ def test_gradients_clipped_scaled_and_accumulated(tmp_path: Path) -> None:
 def test_a_model_that_is_gone_is_not_updated_any_more(tmp_path: Path) -> None:
     training = built_inside(tmp_path)
     other = torch.nn.Linear(4, 4)
-    with lowtide.fit(other, None, budget=BUDGET, spill=tmp_path, policy="lru") as tide:
+    with lowtide.fit(other, None, budget=BUDGET, spill=tmp_path, policy="lru", put_off=True) as tide:
         training.steps(2, tide.step)
         assert waiting(tide) == LAYERS
         run = tide.memory.native.update_counters().run

@@ -59,6 +59,7 @@ class CpuTide(Tide):
         policy: Policy,
         recompute: bool | None = None,
         max_error: float = 0.0,
+        put_off: bool = False,
         moves_nothing: bool = False,
     ) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class CpuTide(Tide):
         self._put_off = PutOff(memory, budget_bytes=budget_bytes)
         self._slices = SlicedUpdates(
             slice_bytes=_RECORDED_SLICE_BYTES if moves_nothing else budget_bytes // 8,
-            puts_off=None if moves_nothing else self._put_off,
+            puts_off=self._put_off if put_off else None,
         )
         try:
             memory.open(budget_bytes)

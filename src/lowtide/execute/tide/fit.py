@@ -37,6 +37,7 @@ def fit(
     recompute: bool | None = None,
     codecs: Sequence[str] | None = None,
     max_error: float = 0.0,
+    put_off: bool = False,
 ) -> Tide:
     """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
 
@@ -49,8 +50,9 @@ def fit(
     whether the policy may run operators again instead of moving bytes (None: if it can; under torch.compile, where that
     is not possible, it swaps). `codecs`: those that plans may swap through, on the CPU (None: the usual ones; an empty
     list: none). `max_error`: activations may come back to backward off by this share of the largest value beside them
-    (0: every bit comes back; else training is not the same to the bit any more). `model` and `optimizer` (one, several
-    or none) are not changed; they tell parameters from activations in traces and reports.
+    (0: every bit comes back; else training is not the same to the bit any more). `put_off`: on the CPU, update state
+    that does not fit when it is next used instead of in `optimizer.step()`, with the same bits. `model` and `optimizer`
+    (one, several or none) are not changed; they tell parameters from activations in traces and reports.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -65,6 +67,7 @@ def fit(
         recompute=recompute,
         codecs=codecs,
         max_error=max_error,
+        put_off=put_off,
     )
 
 
@@ -81,6 +84,7 @@ def open_tide(
     moves_nothing: bool = False,
     codecs: Sequence[str] | None = None,
     max_error: float = 0.0,
+    put_off: bool = False,
 ) -> Tide:
     """Return a tide for a training, as `fit` explains; `moves_nothing`: it only watches."""
     registry.policy(policy)  # nothing is opened for one that does not exist
@@ -106,6 +110,7 @@ def open_tide(
             recompute=recompute,
             codecs=codecs,
             max_error=max_error,
+            put_off=put_off,
             moves_nothing=moves_nothing,
         )
     if codecs or max_error:
@@ -113,6 +118,8 @@ def open_tide(
             "codecs are for trainings on the CPU and on Linux: leave codecs= and max_error= out, or put one before "
             "the spill, as in file+zvc:///fast/disk"
         )
+    if put_off:
+        raise BadArgument("updates are put off on the CPU and on Linux: leave put_off= out here")
     if slow is not None:
         raise BadArgument("slow memory is for trainings on the CPU and on Linux: leave slow= out here")
     with ExitStack() as opened:
@@ -147,6 +154,7 @@ def _on_pages(
     recompute: bool | None,
     codecs: Sequence[str] | None,
     max_error: float,
+    put_off: bool,
     moves_nothing: bool,
 ) -> Tide:
     if isinstance(policy, ChoosesVictims):
@@ -177,6 +185,7 @@ def _on_pages(
         policy=policy,
         recompute=recompute,
         max_error=max_error,
+        put_off=put_off,
         moves_nothing=moves_nothing,
     )
 

@@ -87,6 +87,7 @@ def inside(
     recompute: bool | None = None,
     codecs: Sequence[str] | None = None,
     max_error: float = 0.0,
+    put_off: bool = False,
     serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
@@ -109,6 +110,7 @@ def inside(
         recompute=recompute,
         codecs=codecs,
         max_error=max_error,
+        put_off=put_off,
     ) as tide:
         if strict and not tide.stats()["budget_exact"]:
             raise BadArgument(
@@ -139,6 +141,7 @@ def run_script(
     recompute: bool | None = None,
     codecs: Sequence[str] | None = None,
     max_error: float = 0.0,
+    put_off: bool = False,
     serve: bool = False,
     strict: bool = False,
     on_forked_step: Callable[[], None] | None = None,
@@ -157,6 +160,7 @@ def run_script(
         recompute=recompute,
         codecs=codecs,
         max_error=max_error,
+        put_off=put_off,
         serve=serve,
         strict=strict,
         on_forked_step=on_forked_step,
