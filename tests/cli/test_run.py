@@ -65,6 +65,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
     install(run_script)
     options = ["--budget=cpu=1GiB,disk=2GiB,slow=3GiB", "--spill", str(tmp_path), "--slow", "cxl:?emulate=cxl"]
     options += ["--policy", "lru", "--verify", "--recompute", "--codecs", "zvc,bf16+zvc2", "--max-error", "0.01"]
+    options += ["--put-off"]
     assert main(["run", *options, str(script), "--epochs", "3", "--help", "-x"]) == 0
     assert callable(seen.pop("on_forked_step"))
     assert callable(seen.pop("on_step"))
@@ -79,6 +80,7 @@ def test_everything_reaches_the_runtime(install: Install, script: Path, tmp_path
         "recompute": True,
         "codecs": ("zvc", "bf16+zvc2"),
         "max_error": 0.01,
+        "put_off": True,
         "serve": False,
         "strict": False,
     }
