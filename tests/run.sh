@@ -27,10 +27,13 @@ quick() {
 beside=$!
 trap 'pkill -P "$beside"; kill "$beside"; exit 130' INT TERM  # a lane in the background does not hear Ctrl-C
 
-# Three processes: advisory budgets count all tensors that are alive, those of other tests among them.
+# Processes of their own: budgets and traces count all tensors that are alive, those of other tests among them.
 status=0
 quick tests/bitwise tests/capture tests/docs tests/test_purity.py --ignore=tests/capture/test_fake.py || status=1
-quick tests/execute tests/memory || status=1
+quick tests/execute --ignore=tests/execute/tide --ignore=tests/execute/update || status=1
+quick tests/execute/tide || status=1
+quick tests/execute/update || status=1
+quick tests/memory || status=1
 quick tests --ignore=tests/bitwise --ignore=tests/capture --ignore=tests/docs --ignore=tests/test_purity.py \
     --ignore=tests/execute --ignore=tests/memory \
     --ignore=tests/emulator --ignore=tests/accelerator --ignore=tests/plan --ignore=tests/residency \

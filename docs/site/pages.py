@@ -30,7 +30,7 @@ INTERFACE: dict[str, tuple[str, str, dict[str, Sequence[str]]]] = {
         {
             "lowtide": (
                 *("fit", "Tide: step, on_step, stats, save, load, records, steps, trace, plan, machine, machine_of"),
-                *("init", "serve", "load", "load_checkpoint", "save_checkpoint", "prepare"),
+                *("init", "serve", "load", "load_checkpoint", "save_checkpoint", "prepare", "sub_batches"),
                 *("capture_step", "capture_model", "capture_script"),
             )
         },

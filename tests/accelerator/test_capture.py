@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide import capture_step
-from lowtide.core.trace import Kind, Phase, Trace
+from lowtide.core.trace import Kind, Phase, Save, Trace
 from lowtide.residency.schedule import StepPlan
 from tests.accelerator.devices import IS_EMULATED, shake
 from tests.accelerator.training import MIB, tight_bytes
@@ -57,6 +58,12 @@ def test_the_peak_of_the_trace_is_the_devices_own(device: torch.device, tmp_path
     assert trace.device == device.type
 
 
+def freed(trace: Trace) -> list[Save]:
+    """Return the saves of a step, without the end of those whose storages outlive it: nothing is freed there."""
+    outlive = {at for at, storage in enumerate(trace.storages) if storage.kind is Kind.INPUT}
+    return [replace(save, released_op=0) if save.storage in outlive else save for save in trace.saves]
+
+
 def test_a_step_recorded_under_pressure_is_the_unmanaged_step(device: torch.device, tmp_path: Path) -> None:
     free = recorded(device, budget_bytes=512 * MIB, spill=tmp_path)
     shake(3)
@@ -64,7 +71,7 @@ def test_a_step_recorded_under_pressure_is_the_unmanaged_step(device: torch.devi
     assert [op.name for op in tight.ops] == [op.name for op in free.ops]
     assert [op.phase for op in tight.ops] == [op.phase for op in free.ops]
     assert [op.peak_bytes for op in tight.ops] == [op.peak_bytes for op in free.ops]
-    assert tight.saves == free.saves
+    assert freed(tight) == freed(free)
     assert tight.floor_bytes() == free.floor_bytes()
 
 
