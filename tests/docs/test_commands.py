@@ -39,7 +39,6 @@ NOT_EXECUTED = {
     "make bench": "takes hours; tests/benchmarks runs its parts",
     "make docs": "its own step of .ci/run; tests/docs/test_site.py tests its parts",
     "make demo": "makes a new environment; tests/cli/test_demo.py runs `lowtide demo`",
-    "make wheel": "takes minutes and the network; tests/release builds the wheel for the torch of the tests",
     "pip install": "changes the environment that the tests run in",
     "python benchmarks/": "takes minutes to hours; tests/benchmarks runs its parts",
     "python -m benchmarks.": "takes minutes to hours; tests/benchmarks runs its parts",
