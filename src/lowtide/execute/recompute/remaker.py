@@ -11,6 +11,11 @@ and does not say so. Operators of other threads: by versions, where the tensor h
 memory: not at all, so nothing is made from memory that they have, except parameters; before they get it, what is given
 up and made from it is made. The same before a storage is given up or resized by its owner, as FSDP does with
 parameters. What remains is in docs/limits.md.
+
+Note [Lost]: what it is made from may change all the same, where making it first has failed; whoever asks for it then is
+told so. The end of a step or of the tide does not ask: often nobody will. When backward raises on a device, autograd's
+thread tells the program before it lets go of the graph, for which it needs the GIL: for a moment nobody but that thread
+holds what was saved. So what is lost stays given up, and the others are made.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ from lowtide.execute.recompute.recipes import (
     writes_of,
 )
 from lowtide.execute.recompute.remakes import Remakes
-from lowtide.execute.recompute.rerun import Records, rerun
+from lowtide.execute.recompute.rerun import OperandChanged, Records, rerun
 from lowtide.execute.step.saved import unmanaged_reason
 
 
@@ -78,6 +83,7 @@ class Remaker:
         self._thread = threading.local()
         self._products: dict[int, Product] = {}
         self._recipes: dict[int, Product] = {}
+        self._lost: set[int] = set()
         self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
         self._readers: dict[int, list[weakref.ref[Call]]] = {}
         self._numbers = itertools.count()  # on a device, autograd's threads call too
@@ -115,9 +121,17 @@ class Remaker:
         return self._marks or self._last >= 0
 
     def end(self) -> None:
-        """Make what is still given up, and forget the step's calls."""
-        self._remake_each(list(self._recipes))
+        """Make what is still given up, and forget the step's calls; see Note [Lost]."""
+        for record in list(self._recipes):
+            try:
+                self.remake([record])
+            except OperandChanged:
+                self._lost.add(record)
         self.forget_step()
+
+    def is_lost(self, record: int) -> bool:
+        """Tell whether a record could not be made when its step or the tide ended."""
+        return record in self._lost
 
     def forget_step(self) -> None:
         """Forget the step's calls, except those that something given up is made from."""
@@ -222,6 +236,7 @@ class Remaker:
     def _release(self, record: int) -> None:
         product = self._recipes.pop(record, None)
         self._left.discard(record)
+        self._lost.discard(record)
         if product is not None and product.record == record:
             product.record = None
             self._forget(product)

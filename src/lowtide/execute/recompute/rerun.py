@@ -16,11 +16,16 @@ from lowtide.execute.recompute.recipes import Call, Kept, Layout, Made, Product,
 from lowtide.execute.recompute.remakes import Remakes
 from lowtide.execute.step.saved import SavedTensor
 
-_CHANGED = (
-    "lowtide: a tensor that a saved one is computed from was changed in place on another thread or after its step had "
-    "raised, or was lent to numpy, so backward cannot have the saved one again: use a policy that does not recompute, "
-    "such as 'belady'"
-)
+
+class OperandChanged(RuntimeError):
+    """A saved tensor was given up, and what it is made from has changed since: it cannot be had again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "lowtide: a tensor that a saved one is computed from was changed in place on another thread or after its "
+            "step had raised, or was lent to numpy, so backward cannot have the saved one again: use a policy that "
+            "does not recompute, such as 'belady'"
+        )
 
 
 class Records(Protocol):
@@ -139,7 +144,7 @@ class Rerun:
         """Run the calls; what they make besides is let go after its last use."""
         for call in self._ordered:
             if call.spoilt:
-                raise RuntimeError(_CHANGED)
+                raise OperandChanged
             args, kwargs = tree_unflatten([self._value(leaf) for leaf in call.leaves], call.spec)
             with running_under(call.numerics):
                 results = tree_leaves(self._remakes.run(call.operator, args, kwargs))
@@ -153,7 +158,7 @@ class Rerun:
     def _value(self, leaf: object) -> object:
         match leaf:
             case Kept() | Source() if leaf.is_changed():
-                raise RuntimeError(_CHANGED)
+                raise OperandChanged
             case Kept(tensor):
                 return tensor
             case Source(handle, layout):

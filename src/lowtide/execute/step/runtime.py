@@ -13,6 +13,7 @@ from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.execute.backends.protocol import Packed, StepMemory
 from lowtide.execute.observe.operators import can_watch
 from lowtide.execute.recompute.remaker import Remaker
+from lowtide.execute.recompute.rerun import OperandChanged
 from lowtide.execute.step.matcher import Matcher
 from lowtide.execute.step.saved import SavedTensor, UseWait, unmanaged_reason
 from lowtide.execute.step.touching import Touching
@@ -228,6 +229,8 @@ class Runtime(Touching):
     def _remake(self, record: int) -> None:
         """Make a record again, and with it what the plan makes at the same time."""
         assert self.remaker is not None
+        if self.remaker.is_lost(record):
+            raise OperandChanged
         if self._closed:
             self.backend.fetch(record)  # which says that it went with the tier
         with self._lock:
