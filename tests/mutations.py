@@ -225,6 +225,46 @@ MUTATIONS: tuple[Mutation, ...] = (
     _policy(
         "swapadvisor", "nothing mutates", "bias + random.gauss(0, BIAS) if random.random() < rate else bias", "bias"
     ),
+    _policy("swapadvisor", "a child is one of its parents", "child = crossed(one, other, self._random)", "child = one"),
+    _policy(
+        "swapadvisor",
+        "biases are not crossed",
+        "biases=tuple(pair[random.randrange(2)] for pair in zip(one.biases, other.biases, strict=True))",
+        "biases=one.biases",
+    ),
+    _policy(
+        "swapadvisor",
+        "orders are not crossed",
+        "order=crossed_orders(one.order, other.order, at=random.randint(1, max(1, len(one.order) - 1)))",
+        "order=one.order",
+    ),
+    _policy("swapadvisor", "counts are not crossed", "*other.pools.counts[at:]", "*one.pools.counts[at:]"),
+    _policy(
+        "swapadvisor", "classes are not crossed", "*other.pools.classes[at:]), max)", "*one.pools.classes[at:]), max)"
+    ),
+    _policy("swapadvisor", "a full pool sends nobody out", "held[pool] > most and", "held[pool] > 10**9 and"),
+    _policy(
+        "swapadvisor",
+        "operators keep their places",
+        "            order = self._dependencies.moved(order, op, share=self._random.random())\n",
+        "            pass\n",
+    ),
+    _policy(
+        "swapadvisor",
+        "what is overwritten may be read later",
+        "            for earlier in since or [last]:\n",
+        "            for earlier in [last]:\n",
+        "tests/plan/views/test_reorder.py",
+        file="plan/views/reorder.py",
+    ),
+    _policy(
+        "swapadvisor",
+        "memory stays as recorded in another order",
+        "peak_bytes=trace.ops[op].peak_bytes - held[op] + alive[at]",
+        "peak_bytes=trace.ops[op].peak_bytes",
+        "tests/plan/views/test_reorder.py",
+        file="plan/views/reorder.py",
+    ),
     # ---- Li & Chapman
     _policy("li_chapman", "near objects leave as well", "return (near, -distance", "return (False, -distance"),
     _policy("li_chapman", "density does not count", "/ max(density.get(one.gap.storage, 1.0), 1e-9)", ""),
@@ -291,7 +331,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     _policy(
         "unified_memory", "the most recently used goes", "self._lru.popitem(last=False)", "self._lru.popitem(last=True)"
     ),
-    # ---- SwapAdvisor
     # ---- predictors
     _policy(
         "paleo",
