@@ -13,6 +13,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from tests.execute.training import Need, Training, need
 
 HANG_S = 120
+SLOW_HANG_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the process with every thread's stack if a test hangs: a deadlock must not look like a slow machine."""
     # The terminal's own stderr: what the tests write to is captured, and would go with the process.
     stderr = request.config.stash[fault_handler_stderr_fd_key]
-    faulthandler.dump_traceback_later(HANG_S, exit=True, file=stderr)
+    limit_s = SLOW_HANG_S if request.node.get_closest_marker("slow") else HANG_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
     yield
     faulthandler.cancel_dump_traceback_later()

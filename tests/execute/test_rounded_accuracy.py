@@ -98,7 +98,6 @@ def exact_accuracies(case: str) -> tuple[float, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # up to eight trainings
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "comet"])
 @pytest.mark.parametrize("case", CASES)
 def test_accuracy_is_within_what_another_seed_changes(case: str, name: str, tmp_path: Path) -> None:
