@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from lowtide.core.plan import Problem
 from lowtide.core.trace import Trace
 from lowtide.errors import BadArgument
+from lowtide.plan.policies import swapadvisor
 from lowtide.plan.policies.belady import Belady
 from lowtide.plan.policies.infinite_memory import InfiniteMemory
-from lowtide.plan.policies.swapadvisor import POPULATION, Genome, Pools, Step, SwapAdvisor, crossed
+from lowtide.plan.policies.swapadvisor import POPULATION, Genome, Individual, Pools, Step, SwapAdvisor, crossed
 from lowtide.plan.verify import check, replay
 from lowtide.plan.views.reorder import Dependencies, crossed_orders
 from lowtide.simulate import simulate
@@ -106,14 +107,39 @@ def genomes(count: int = 40) -> tuple[Genome, Genome]:
 def test_a_child_has_genes_of_both_parents(seed: int) -> None:
     one, other = genomes()
     child = crossed(one, other, Random(seed))
-    begun = next(at for at in range(40) if child.order[at] != at) if child.order != one.order else 39
-    assert 1 <= begun <= 39
-    assert child.order == crossed_orders(one.order, other.order, at=begun)
+    assert child.order in {crossed_orders(one.order, other.order, at=at) for at in range(1, 40)}
     at = child.pools.counts.index(2)
     assert 1 <= at <= 3
     assert child.pools == Pools((*one.pools.classes[:at], *(3,) * (4 - at)), (*(1,) * at, *(2,) * (4 - at)))
     assert {0.0, 1.0} == set(child.biases)
     assert child.margin in (0.0, 1.0)
+
+
+def test_the_place_up_to_which_a_child_has_the_order_of_one_parent_is_drawn() -> None:
+    one, other = genomes()
+    assert len({crossed(one, other, Random(seed)).order for seed in range(40)}) > 10
+
+
+def test_every_child_of_the_search_is_crossed_from_two_of_the_fittest(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Genome] = []
+
+    def counted(one: Genome, other: Genome, random: Random) -> Genome:
+        children.append(crossed(one, other, random))
+        return replace(children[-1], margin=7.0)
+
+    judged: list[float] = []
+    express = Step.express
+
+    def noted(self: Step, genome: Genome, pool_of: dict[int, int]) -> Individual:
+        judged.append(genome.margin)
+        return express(self, genome, pool_of)
+
+    monkeypatch.setattr(swapadvisor, "crossed", counted)
+    monkeypatch.setattr(Step, "express", noted)
+    plan = SwapAdvisor().plan(at(resnet(), 0.1))
+    assert len(children) == plan.trials - POPULATION > 0
+    # What is bred is judged: but for the margin's own mutations, children have the one that crossing gave them.
+    assert sum(margin == 7.0 for margin in judged[POPULATION:]) > 0.8 * len(children)
 
 
 @given(seed=st.integers(0, 999))
