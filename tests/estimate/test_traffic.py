@@ -52,6 +52,15 @@ def test_a_wait_says_how_much_faster_the_link_is_than_beside_operators() -> None
     assert found.idle_speedup == pytest.approx(1.5)
 
 
+def test_where_the_program_waited_for_everything_the_link_is_as_slow_beside_it() -> None:
+    link = replace(LINK, idle_speedup=1.25)
+    waited = moved(1e9, transfers=25, link=link, read=True, slower=4.0 / 1.25)
+    found = link_seen(link, replace(NOTHING, read_waited=waited))
+    assert found.read_bytes_per_s == pytest.approx(1e9 / 4)
+    assert found.write_latency_s == pytest.approx(4e-3)
+    assert found.idle_speedup == 1.25
+
+
 def test_a_few_bytes_say_nothing() -> None:
     few = Moved(nbytes=LEAST_BYTES - 1, transfers=3, busy_s=9.0)
     assert link_seen(LINK, Traffic(write=few, read=few, write_waited=NONE, read_waited=few)) == LINK

@@ -49,8 +49,16 @@ class Traffic:
 def link_seen(link: Link, traffic: Traffic) -> Link:
     """Return `link` with the rates of `traffic`: its figures scaled so that they account for the time transfers took.
 
-    A kind with too little traffic to tell keeps what `link` says.
+    A kind with too little traffic to tell keeps what `link` says. If the program waited for all there was, both
+    directions are as much slower beside it than `link` says as they were then.
     """
+    waited_bytes = traffic.write_waited.nbytes + traffic.read_waited.nbytes
+    if waited_bytes >= LEAST_BYTES > max(traffic.write.nbytes, traffic.read.nbytes):
+        expected_s = link.wait_s(_write_s(link, traffic.write_waited) + _read_s(link, traffic.read_waited))
+        if not expected_s > 0:
+            return link
+        both = (traffic.write_waited.busy_s + traffic.read_waited.busy_s) / expected_s
+        return _slower(link, write=both, read=both)
     write, read = (
         moved.busy_s / expected_s if moved.nbytes >= LEAST_BYTES and expected_s > 0 else 1.0
         for moved, expected_s in (
@@ -58,19 +66,23 @@ def link_seen(link: Link, traffic: Traffic) -> Link:
             (traffic.read, _read_s(link, traffic.read)),
         )
     )
-    seen = replace(
+    seen = _slower(link, write=write, read=read)
+    if waited_bytes < LEAST_BYTES:
+        return seen
+    beside_s = _write_s(seen, traffic.write_waited) + _read_s(seen, traffic.read_waited)
+    if not beside_s > 0:
+        return seen  # of a link without limits there is nothing to say
+    return replace(seen, idle_speedup=beside_s / (traffic.write_waited.busy_s + traffic.read_waited.busy_s))
+
+
+def _slower(link: Link, *, write: float, read: float) -> Link:
+    return replace(
         link,
         write_bytes_per_s=link.write_bytes_per_s / write,
         write_latency_s=link.write_latency_s * write,
         read_bytes_per_s=link.read_bytes_per_s / read,
         read_latency_s=link.read_latency_s * read,
     )
-    if traffic.write_waited.nbytes + traffic.read_waited.nbytes < LEAST_BYTES:
-        return seen
-    beside_s = _write_s(seen, traffic.write_waited) + _read_s(seen, traffic.read_waited)
-    if not beside_s > 0:
-        return seen  # of a link without limits there is nothing to say
-    return replace(seen, idle_speedup=beside_s / (traffic.write_waited.busy_s + traffic.read_waited.busy_s))
 
 
 def _write_s(link: Link, moved: Moved) -> float:

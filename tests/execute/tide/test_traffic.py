@@ -52,7 +52,8 @@ def test_a_link_that_is_slower_than_was_said_is_seen_as_it_is(
     ) as tide:
         while sum(one.nbytes for one in (traffic_of(tide).write_waited, traffic_of(tide).read_waited)) < 64 << 20:
             training.steps(1, tide.step)
-        assert tide.machine.links[SPILL] == SAID
+        planned_for = tide.machine.links[SPILL]
+        assert planned_for.wait_s(planned_for.write_s(1 << 30) + planned_for.read_s(1 << 30)) > 5, "not as it was said"
         machine, traffic = tide.machine_seen(), traffic_of(tide)
     seen = machine.links[SPILL]
     assert machine.source == "seen"

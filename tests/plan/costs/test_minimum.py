@@ -110,3 +110,13 @@ def test_auto_comes_close_to_the_least_traffic() -> None:
         assert plan.prediction is not None
         moved = plan.prediction.moved_out_bytes + plan.prediction.moved_in_bytes
         assert moved <= most * least_traffic(trace, budget_bytes=budget_bytes).total_bytes
+
+
+def test_what_is_read_has_room_beside_it_when_it_is_used() -> None:
+    steps = [Step(name=f"op{k}", phase=Phase.FORWARD, duration_s=1.0, reads=(k,)) for k in range(8)]
+    # Of eight weights that a pass uses one by one six fit: two are absent while a third is used.
+    for sizes, budget_bytes, expected in (([100] * 8, 600, 300), ([10 * k for k in range(1, 9)], 300, 60 + 40)):
+        weights = [Storage(nbytes=nbytes, kind=Kind.PARAM, first_op=-1, last_op=8) for nbytes in sizes]
+        trace = make_trace(steps, weights, (), reach=Reach.TOUCHED)
+        assert least_traffic(trace, budget_bytes=budget_bytes).read_bytes == expected
+        assert brute_force(trace, budget_bytes=budget_bytes).read_bytes == expected

@@ -80,6 +80,7 @@ class CpuTide(Tide):
         self._revisions = 0
         self._trace: Trace | None = None
         self._plan: Plan | None = None
+        self._traffic_planned: Traffic | None = None  # what had moved when the last plan was made
         self._step_stall_s = 0.0
         self._recompute_before_s = 0.0
         self._peaks = (0, 0)
@@ -264,6 +265,7 @@ class CpuTide(Tide):
         self._learning.ended(signature, followed=followed is not None, resized=resized)
 
     def _planned(self, recorded: Recorded, signature: tuple[object, ...]) -> int:
+        self._measure_again()
         problem = Problem(
             trace=recorded.trace.under(self._budget_bytes),
             machine=self._machine,
@@ -283,6 +285,15 @@ class CpuTide(Tide):
                 max_error=self._max_error,
             )
         return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
+
+    def _measure_again(self) -> None:
+        """Have the link's rates from the transfers since the last plan: those of the program's own pages, beside it."""
+        if self._machine.addressable:
+            return  # most of what moved, moved to slow memory, whose rates are known
+        now, before = self.traffic(), self._traffic_planned
+        self._traffic_planned = now
+        link = link_seen(self._machine.links[SPILL], now if before is None else now.plus(before, times=-1))
+        self._machine = replace(self._machine, links={**self._machine.links, SPILL: link})
 
     def _follow(self, planned: Planned, signature: tuple[object, ...]) -> int:
         check_executable(planned.plan, planned.problem)  # R6: a plan is followed as it stands, or not at all

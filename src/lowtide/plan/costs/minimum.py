@@ -5,15 +5,22 @@ is away and needed again is read once for that gap. A byte that is away and is w
 in it, is written out at least once a step. So the bytes that are cheapest to have away at one operator, taken until it
 fits, are a bound for every plan; the highest of all operators' bounds is the bound of the step.
 
+Reads have a second bound. Of the storages that a plan reads, the largest is there at the operator that it is read for;
+everything that has to be absent at that operator is read too, beside it.
+
 The bound is about bytes, not time: a plan that hides its transfers holds some bytes longer and moves others instead. It
 counts swaps that travel as they are; recomputation and codecs move fewer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtide.core.trace import Reach, Trace
 from lowtide.plan.costs.sweep import ends_unused
@@ -38,6 +45,7 @@ def least_traffic(trace: Trace, *, budget_bytes: int) -> LeastTraffic:
     written = {storage for op in trace.ops for storage in op.writes}
     # The bytes that can be away at each operator: by whether that costs a read, and a write.
     change = np.zeros((2, 2, 2 * count + 1), dtype=np.int64)
+    read: list[tuple[int, int, int]] = []  # gaps that cost a read: bytes, storage, the operator they are read for
     for gap in trace.gaps():
         nbytes = trace.storages[gap.storage].nbytes
         past_the_step = not pages and gap.before_op >= count
@@ -45,14 +53,36 @@ def least_traffic(trace: Trace, *, budget_bytes: int) -> LeastTraffic:
         writes = int(not pages or not trace.lives_on(gap.storage) or gap.storage in written)
         change[reads, writes, gap.after_op] += nbytes
         change[reads, writes, gap.before_op] -= nbytes
+        if reads:
+            read.append((nbytes, gap.storage, gap.before_op % count))
     unrolled = np.cumsum(change, axis=2)
     away = unrolled[:, :, :count] + unrolled[:, :, count : 2 * count]
     need = np.array([max(0, op.peak_bytes - budget_bytes) for op in trace.ops], dtype=np.int64)
     free, either, both = away[0, 0], away[0, 1] + away[1, 0], away[1, 1]
     dear = np.minimum(np.maximum(need - free - either, 0), both)
     cheap = np.minimum(np.maximum(need - free, 0), either)
+    lacking = np.maximum(need - away[0].sum(axis=0), 0)
+    read_bytes = int(np.minimum(lacking, away[1].sum(axis=0)).max())
+    if read_bytes:
+        read_bytes = max(read_bytes, _beside_the_largest(read, lacking))
     return LeastTraffic(
-        read_bytes=int(np.minimum(np.maximum(need - away[0].sum(axis=0), 0), away[1].sum(axis=0)).max()),
+        read_bytes=read_bytes,
         written_bytes=int(np.minimum(np.maximum(need - away[:, 0].sum(axis=0), 0), away[:, 1].sum(axis=0)).max()),
-        total_bytes=int((cheap + 2 * dear).max()),
+        total_bytes=max(read_bytes, int((cheap + 2 * dear).max())),
     )
+
+
+def _beside_the_largest(read: Iterable[tuple[int, int, int]], lacking: NDArray[np.int64]) -> int:
+    """Return the least that is read, by which storage is the largest of it; 0 if no plan fits."""
+    known: set[int] = set()
+    smaller_bytes, bounds = 0, []
+    for nbytes, gaps in groupby(sorted(read), key=itemgetter(0)):
+        operators = []
+        for _, storage, op in gaps:
+            operators.append(op)
+            smaller_bytes += nbytes * (storage not in known)
+            known.add(storage)
+        least = nbytes + int(lacking[operators].min())
+        if least <= smaller_bytes:  # else no plan reads storages of up to this size alone
+            bounds.append(least)
+    return min(bounds, default=0)
