@@ -146,10 +146,15 @@ def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, r
 def drop_pages(checkpoint: Path) -> None:
     """Have the kernel forget what it has cached of the checkpoint."""
     for file in _files(checkpoint):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        drop_file(file)
+
+
+def drop_file(file: Path) -> None:
+    """Have the kernel forget what it has cached of one file."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 def direct_rate(checkpoint: Path, threads: int = 3) -> float:

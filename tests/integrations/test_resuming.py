@@ -1,8 +1,9 @@
-"""A Trainer that is interrupted and resumed under another budget ends where the uninterrupted stock run does."""
+"""A training of Hugging Face or Lightning, resumed under another budget, ends as the stock run that never stopped."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
+
+Run = Callable[..., tuple[str, dict[str, Any]]]
 
 WIDTH, STEPS = 256, 6
 FIRST, SECOND = "6MiB", "9MiB"  # weights and moments are 6 MiB, gradients 2
@@ -55,7 +58,7 @@ def huggingface(out: Path, *, steps: int, budget: str | None, resume: bool) -> t
         str(out),
         max_steps=STEPS,
         per_device_train_batch_size=8,
-        save_steps=STEPS // 2,
+        save_steps=STEPS // 3,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -67,11 +70,51 @@ def huggingface(out: Path, *, steps: int, budget: str | None, resume: bool) -> t
     return digest(model), dict(tides[0].stats()) if tides else {}
 
 
-def test_an_interrupted_run_goes_on_under_another_budget(tmp_path: Path) -> None:
-    expected, _ = huggingface(tmp_path / "stock", steps=STEPS, budget=None, resume=False)
-    half, first = huggingface(tmp_path / "ours", steps=STEPS // 2, budget=FIRST, resume=False)
+def lightning(out: Path, *, steps: int, budget: str | None, resume: bool) -> tuple[str, dict[str, Any]]:
+    library = pytest.importorskip("lightning")
+    from lowtide.integrations.lightning import TideStrategy
+
+    class Module(library.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+        def training_step(self, batch: list[Tensor], _index: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    library.seed_everything(0)
+    model = Module()
+    data = torch.stack([row["x"] for row in rows(16)])
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=8)
+    strategy = None if budget is None else TideStrategy(budget=budget, spill=out.parent)
+    trainer = library.Trainer(
+        accelerator="cpu",
+        max_epochs=steps // len(batches),
+        gradient_clip_val=1.0,
+        strategy=strategy or "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    saved = out / "saved.ckpt"
+    trainer.fit(model, batches, ckpt_path=str(saved) if resume else None)
+    trainer.save_checkpoint(str(saved))
+    return digest(model), dict(strategy.stats()) if strategy else {}
+
+
+@pytest.mark.parametrize("run", [huggingface, lightning])
+def test_an_interrupted_run_goes_on_under_another_budget(run: Run, tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "stock", steps=STEPS, budget=None, resume=False)
+    interrupted = STEPS // 3
+    half, first = run(tmp_path / "ours", steps=interrupted, budget=FIRST, resume=False)
     assert half != expected
-    whole, second = huggingface(tmp_path / "ours", steps=STEPS, budget=SECOND, resume=True)
+    whole, second = run(tmp_path / "ours", steps=STEPS, budget=SECOND, resume=True)
     assert whole == expected
     assert first["swapped_out_bytes"] > 0, "the first budget presses"
-    assert second["steps"] == STEPS - STEPS // 2
+    assert second["steps"] == STEPS - interrupted
