@@ -77,6 +77,16 @@ class RangeUsage:
     stall_s: float
     counted: RangeCounters
 
+    def moved_since(self, before: RangeUsage) -> bool:
+        """Tell whether anything has left or come back since."""
+        now, then = self.counted, before.counted
+        return (now.written, now.read, now.released, now.discarded) != (
+            then.written,
+            then.read,
+            then.released,
+            then.discarded,
+        )
+
 
 class Closable(Protocol):
     """What is closed when no range can be there any more."""

@@ -86,6 +86,7 @@ class CpuTide(Tide):
         self._peaks = (0, 0)
         self._warned = False
         self._last_peak_bytes = 0
+        self._announced = True  # whether operators are, in this step
         self._strangers = 0  # the most blocks of other allocators that a step has used
         # What the tensors of a slice take is pinned by its operators, beside everything else that is.
         self._put_off = PutOff(memory, budget_bytes=budget_bytes)
@@ -186,12 +187,13 @@ class CpuTide(Tide):
         self._peaks = (max(self._peaks[0], usage.peak_bytes), max(self._peaks[1], usage.peak_reserved_bytes))
         memory.native.reset_peaks()
         self._static_bytes = usage.held_bytes
+        self._announced = True
         if self._moves_nothing or self._learning.records:
-            memory.announce(True)
             self._recorder.start(static_bytes=usage.held_bytes)
         else:
             elsewhere = usage.counted.away + usage.counted.slow
-            memory.announce(self._timed or self._under_pressure or elsewhere > 0)
+            self._announced = self._timed or self._under_pressure or elsewhere > 0
+        memory.announce(self._announced)
         memory.native.grad_forget()
         self._to_come_bytes = 0
         memory.sound(True)
@@ -217,7 +219,9 @@ class CpuTide(Tide):
         finally:
             self._memory.sound(False)
         self._records.append(self._record(usage, expected=self._expected.get(-1 if ended.plan is None else ended.plan)))
-        self._learn(ended.plan, resized=ended.resized)
+        if self._announced or usage.moved_since(self._before):
+            self._learn(ended.plan, resized=ended.resized)
+        # Else everything fits, as it is known to, and there was nothing to follow or to learn.
 
     def _record(self, usage: RangeUsage, *, expected: Expected | None) -> StepRecord:
         counted, before = usage.counted, self._before.counted
