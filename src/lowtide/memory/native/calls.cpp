@@ -73,13 +73,48 @@ void set_precisions(const std::array<int, 3>& wanted, const std::array<int, 3>& 
   }
 }
 #else
+// Torch 2.9 knows them by words, older versions know that of products alone.
+template <class Context>
+concept Worded = requires(Context& context, const std::string& word) { context.setFloat32Precision(word, word, word); };
+
+const std::string kOneDnn = "mkldnn";
+const std::array<std::string, 3> kPrecise = {"conv", "rnn", "matmul"};
+const std::array<std::string, 4> kWords = {"none", "ieee", "tf32", "bf16"};
+
+template <class Context>
+std::array<int, 3> precisions_of(Context& context) {
+  if constexpr (Worded<Context>) {
+    std::array<int, 3> found;
+    for (size_t i = 0; i < kPrecise.size(); ++i) {
+      auto word = std::find(kWords.begin(), kWords.end(), context.float32Precision(kOneDnn, kPrecise[i]));
+      found[i] = static_cast<int>(word - kWords.begin());
+    }
+    return found;
+  } else {
+    return {static_cast<int>(context.float32MatmulPrecision()), 0, 0};
+  }
+}
+
+template <class Context>
+void set_precisions_of(Context& context, const std::array<int, 3>& wanted, const std::array<int, 3>& now) {
+  if constexpr (Worded<Context>) {
+    std::string inherited = context.float32Precision(kOneDnn, "all");
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (wanted[i] == now[i]) continue;
+      const std::string& word = kWords.at(wanted[i]);
+      context.setFloat32Precision(kOneDnn, kPrecise[i], word == inherited ? "none" : word);
+    }
+  } else if (wanted != now) {
+    context.setFloat32MatmulPrecision(static_cast<at::Float32MatmulPrecision>(wanted[0]));
+  }
+}
+
 std::array<int, 3> precisions_now() {
-  return {static_cast<int>(at::globalContext().float32MatmulPrecision()), 0, 0};
+  return precisions_of(at::globalContext());
 }
 
 void set_precisions(const std::array<int, 3>& wanted, const std::array<int, 3>& now) {
-  if (wanted != now)
-    at::globalContext().setFloat32MatmulPrecision(static_cast<at::Float32MatmulPrecision>(wanted[0]));
+  set_precisions_of(at::globalContext(), wanted, now);
 }
 #endif
 

@@ -39,6 +39,10 @@
 #include <unordered_map>
 #include <vector>
 
+#ifndef UFFD_USER_MODE_ONLY  // in the kernel's headers since 5.11
+#define UFFD_USER_MODE_ONLY 1
+#endif
+
 namespace {
 
 constexpr int64_t kPage = 4096;
