@@ -29,6 +29,8 @@ from lowtide.errors import NativeUnavailable
 T = TypeVar("T")
 
 _SHIPPED = Path(__file__).parent / "shipped"
+# A file there: the minor versions of torch, which the names of directories do not tell.
+SHIPPED_MINORS = "torches.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,12 @@ def shipped_path(library: Library, torch: Torch | None = None, *, cxx11_abi: boo
     return _SHIPPED / name if name and (_SHIPPED / name).is_file() else None
 
 
+def shipped_minors() -> list[str]:
+    """Return the minor versions of torch that the package came with libraries for."""
+    listed = _SHIPPED / SHIPPED_MINORS
+    return listed.read_text().split() if listed.is_file() else []
+
+
 def is_shipped(path: Path) -> bool:
     """Tell whether the package came with a library."""
     return path.is_relative_to(_SHIPPED)
@@ -192,7 +200,7 @@ def build(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = Tru
         raise NativeUnavailable(f"{library.title} needs Linux (mremap), this is {sys.platform}: train on Linux")
     cxx = compiler()
     if cxx is None:
-        raise NativeUnavailable(_no_compiler())
+        raise NativeUnavailable(_no_compiler(library, torch))
     try:
         target.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         target.parent.mkdir(exist_ok=True, mode=0o700)
@@ -239,10 +247,17 @@ def _secure(directory: Path, library: Library) -> None:
         directory.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
 
 
-def _no_compiler() -> str:
+def _no_compiler(library: Library, torch: Torch | None) -> str:
     if stated := os.environ.get("CXX"):
         return f"no C++ compiler found: CXX names {stated}, which does not exist: correct it, or unset it to use g++"
-    return "no C++ compiler found: install g++ (Debian: apt-get install g++), or name a compiler in CXX"
+    remedy = "install g++ (Debian: apt-get install g++), or name a compiler in CXX"
+    if torch is None or not _SHIPPED.is_dir() or shipped_path(library, torch):
+        return f"no C++ compiler found: {remedy}"
+    python = "" if STABLE_PYTHON else " and a Python without the GIL"
+    return (
+        f"the package has no library for torch {torch.version}{python}, and no C++ compiler was found to build one: "
+        f"{remedy}, or install one of the versions of torch that it has libraries for ({', '.join(shipped_minors())})"
+    )
 
 
 def _announce(library: Library) -> None:

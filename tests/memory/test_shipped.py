@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from lowtide import compiled
-from lowtide.compiled import Library, Torch, build, is_shipped, loaded, shipped_name, shipped_path
+from lowtide.compiled import (
+    SHIPPED_MINORS,
+    Library,
+    Torch,
+    build,
+    is_shipped,
+    loaded,
+    shipped_name,
+    shipped_path,
+)
 from lowtide.errors import NativeUnavailable
+from lowtide.execute.observe.library import OBSERVER
 from lowtide.memory.native.library import CORE, NATIVE
 
 TORCH = Torch(directory=Path("/torch"), version="2.13.0", cxx11_abi=True)
@@ -103,3 +113,20 @@ def test_for_an_unknown_torch_only_its_own_part_is_built_and_linked_with_the_shi
     build(NATIVE, Torch(directory=Path("/torch"), version="2.99.0", cxx11_abi=True))
     (command,) = log.read_text().splitlines()
     assert f" {core} -Wl,-rpath,{core.parent}" in command
+
+
+def test_without_a_compiler_an_unknown_torch_is_told_in_one_line_what_there_is(package: Path) -> None:
+    (package / SHIPPED_MINORS).write_text("2.12 2.13\n")
+    unknown = Torch(directory=Path("/torch"), version="2.99.0", cxx11_abi=True)
+    with pytest.raises(NativeUnavailable) as told:
+        loaded(OBSERVER, lambda path: path, unknown)
+    (line,) = str(told.value).splitlines()
+    assert line.startswith("the package has no library for torch 2.99.0, and no C++ compiler was found")
+    assert "apt-get install g++" in line
+    assert line.endswith("(2.12, 2.13)")
+
+
+def test_a_source_tree_without_a_compiler_does_not_speak_of_libraries_in_the_package(package: Path) -> None:
+    package.rmdir()
+    with pytest.raises(NativeUnavailable, match=r"^no C\+\+ compiler found: install g\+\+"):
+        loaded(OBSERVER, lambda path: path, TORCH)
