@@ -20,13 +20,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.compiled import Library, Torch, compile_library, compiler, shipped_name
-from lowtide.execute.observe.library import OBSERVER
-from lowtide.memory.native.library import CORE, NATIVE
+from lowtide import compiled
+from lowtide.compiled import SHIPPED_MINORS, Library, Torch, compile_library, compiler, shipped_name
 
 HERE = Path(__file__).parent
-# By its file: its package needs numpy.
-CODECS: Library = runpy.run_path(str(NATIVE.directory.parents[1] / "codecs" / "library.py"))["CODECS"]
+PACKAGE = Path(compiled.__file__).parent
+
+
+def declared(file: str) -> dict[str, Library]:
+    """Return the libraries that a file of the package declares; without its package, which needs numpy or torch."""
+    return {name: each for name, each in runpy.run_path(str(PACKAGE / file)).items() if isinstance(each, Library)}
+
+
+NATIVE = declared("memory/native/library.py")["NATIVE"]
+OBSERVER = declared("execute/observe/library.py")["OBSERVER"]
+SMALL = [
+    each
+    for part in ("codecs/library.py", "paging/library.py", "tiers/resp_engine.py")
+    for each in declared(part).values()
+]
 LIBRARY_DIRECTORY = "usr/lib/x86_64-linux-gnu"
 
 
@@ -42,9 +54,14 @@ class Job:
         assert found is not None, f"{self.torch} is no release"
         return found
 
+    @property
+    def title(self) -> str:
+        layout = "" if self.cxx11_abi else ", old strings"
+        return f"{self.library.name} for {f'torch {self.torch.version}' if self.torch else 'every torch'}{layout}"
+
 
 def torches(directory: Path) -> Iterator[Torch]:
-    for path in sorted(directory.iterdir()):
+    for path in sorted(directory.iterdir(), key=lambda path: tuple(map(int, path.name.split(".")))):
         # PyPI's torch 2.6 has the old layout of strings, other builds of it the new one; later ones have only the new.
         for cxx11_abi in (True, False) if path.name.startswith("2.6.") else (True,):
             yield Torch(directory=path, version=path.name, cxx11_abi=cxx11_abi)
@@ -54,8 +71,9 @@ def jobs(directory: Path) -> tuple[list[Job], list[Job]]:
     """Return what uses no torch, and what is linked with that."""
     found = list(torches(directory))
     layouts = {torch.cxx11_abi for torch in found}
-    first = [Job(library=CORE, torch=None, cxx11_abi=abi) for abi in layouts]
-    first.append(Job(library=CODECS, torch=None, cxx11_abi=True))
+    assert NATIVE.core is not None
+    first = [Job(library=NATIVE.core, torch=None, cxx11_abi=abi) for abi in layouts]
+    first += [Job(library=each, torch=None, cxx11_abi=True) for each in SMALL]
     return first, [
         Job(library=each, torch=torch, cxx11_abi=torch.cxx11_abi) for torch in found for each in (NATIVE, OBSERVER)
     ]
@@ -106,7 +124,7 @@ def make(job: Job, out: Path, cxx: str, flags: list[str]) -> None:
     compile_library(job.library, cxx, made, job.torch, cxx11_abi=job.cxx11_abi, flags=flags, links=links)
     (made.parent / "unit.cpp").unlink()
     subprocess.run(["strip", "--strip-unneeded", made], check=True)
-    print(f"{job.library.name} for {f'torch {job.torch.version}' if job.torch else 'every torch'}", flush=True)
+    print(job.title, flush=True)
 
 
 def main() -> None:
@@ -118,7 +136,12 @@ def main() -> None:
         if sys.argv[3:]:
             flags += baseline_flags(Path(sys.argv[3]))
         for stage in jobs(directory):
-            list(pool.map(lambda job: make(job, out, cxx, flags), stage))
+            trials = {job: pool.submit(make, job, out, cxx, flags) for job in stage}
+            failed = [f"{job.title}: {error}" for job, trial in trials.items() if (error := trial.exception())]
+            if failed:
+                raise SystemExit("\n".join(failed))
+    minors = dict.fromkeys(torch.released_minor for torch in torches(directory))
+    (out / SHIPPED_MINORS).write_text(" ".join(filter(None, minors)) + "\n")
 
 
 if __name__ == "__main__":

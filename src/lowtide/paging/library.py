@@ -1,4 +1,4 @@
-"""The native part of paging: built on first use, without torch."""
+"""The native part of paging: shipped or built on first use, without torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from lowtide.compiled import Library, build
+from lowtide.compiled import Library, loaded
 from lowtide.errors import NativeUnavailable
 
-_LIBRARY = Library(
+PAGER = Library(
     name="liblowtide_pager.so",
     title="the pager",
     build_s=4,
@@ -47,11 +47,9 @@ def load() -> ctypes.CDLL:
 @cache
 def _tried() -> ctypes.CDLL | str:
     try:
-        return _declared(ctypes.CDLL(str(build(_LIBRARY))))
+        return loaded(PAGER, lambda path: _declared(ctypes.CDLL(str(path))))
     except NativeUnavailable as error:
         return str(error)
-    except OSError as error:
-        return f"the pager cannot be loaded ({error}): remove it to have it built anew"
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

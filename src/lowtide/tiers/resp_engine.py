@@ -1,4 +1,4 @@
-"""The native way to a server that speaks RESP: built on first use, without torch, and called without the GIL."""
+"""The native way to a server that speaks RESP: shipped or built on first use; without torch or the GIL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from lowtide.compiled import Library, build
+from lowtide.compiled import Library, loaded
 from lowtide.errors import NativeUnavailable
 
 RESP = Library(
@@ -102,8 +102,8 @@ def _address(function: object) -> int:
 @cache
 def _tried() -> ctypes.CDLL | str:
     try:
-        return _declared(ctypes.CDLL(str(build(RESP))))
-    except (NativeUnavailable, OSError) as error:
+        return loaded(RESP, lambda path: _declared(ctypes.CDLL(str(path))))
+    except NativeUnavailable as error:
         return str(error)
 
 
