@@ -108,7 +108,8 @@ def test_accuracy_is_within_what_another_seed_changes(case: str, name: str, tmp_
         found, stats = accuracy(
             case, seed, budget=_budget(case, tmp_path), spill=tmp_path, policy=policy, codecs=[name], max_error=0.1
         )
-        assert stats["encoded_bytes"] > stats["unencoded_bytes"]
+        # What a codec cannot hold within the bound goes as it is: of attention's small weights, half of FP8's do.
+        assert stats["encoded_bytes"] > 0.3 * (stats["encoded_bytes"] + stats["unencoded_bytes"])
         rounded.append(found)
     spread = max(exact) - min(exact)
     assert min(exact) > 3 / CLASSES, "it learns"

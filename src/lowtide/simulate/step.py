@@ -150,6 +150,8 @@ class _Steps:
             self.state.op = first_op + index
             moment = self.agenda.moments.get(index)
             self.state.waiting = True
+            if self.state.equations is not None:
+                self.state.equations.reach(index)
             if moment is not None:
                 clock_s = self._enter(index, moment, clock_s)
             elif self.state.live_bytes() > self.state.budget_bytes:
@@ -442,6 +444,8 @@ class _Steps:
         for record in remade:
             self.recording.absent(clock_s, record.storage, gone=False)
         self.recording.scratch += self.remaker.transients(recipe, clock_s) if self.remaker is not None else []
+        if self.state.equations is not None:
+            self.state.equations.run_again(recipe.ops)
         for op in recipe.ops:
             end_s = clock_s + self.ops[op].duration_s
             self.recording.span(Lane.RECOMPUTE, clock_s, end_s, op)
