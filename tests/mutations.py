@@ -165,6 +165,42 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/plan/views/test_pools.py",
         file="plan/views/pools.py",
     ),
+    _policy(
+        "autoswap",
+        "the plan does not say where blocks lie",
+        "layout=addresses(blocks, fit=self._fit)",
+        "layout=()",
+        "tests/simulate/test_arena.py",
+    ),
+    _policy(
+        "autoswap",
+        "blocks take the first hole whatever was asked for",
+        "layout=addresses(blocks, fit=self._fit)",
+        "layout=addresses(blocks)",
+    ),
+    _policy(
+        "autoswap",
+        "memory is free when a write begins",
+        "found[swap.gap] = bisect_left(begin_s, free_s) - 1",
+        "found[swap.gap] = swap.gap.after_op",
+        "tests/simulate/test_arena.py",
+    ),
+    _policy(
+        "autoswap",
+        "nobody follows the layout",
+        "        elif plan is not None and plan.layout:\n",
+        "        elif plan is not None and False:\n",
+        "tests/simulate/test_arena.py",
+        file="simulate/recording.py",
+    ),
+    _policy(
+        "autoswap",
+        "two blocks may lie in one place",
+        "        if span is not None and _free(taken, span):\n",
+        "        if span is not None:\n",
+        "tests/simulate/test_arena.py",
+        file="simulate/arena.py",
+    ),
     _policy("autoswap", "SWDOA is not scored again", 'self._area if score == "wdoa" else self._areas()', "self._area"),
     _policy(
         "autoswap",
@@ -209,6 +245,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         "landed_op=landing(ends, gap)",
     ),
     # ---- Layrub
+    _policy(
+        "layrub",
+        "gradients have places of their own",
+        "            tenants.setdefault(one.data, []).append(last[one.gradient])\n",
+        "            pass\n",
+    ),
+    _policy(
+        "layrub",
+        "others may lie where a gradient is",
+        "replace(block, last_op=max(tenant.last_op for tenant in tenants[block.of]))",
+        "block",
+        "tests/simulate/test_arena.py",
+    ),
     _policy("layrub", "nobody waits for copies back", "                    arrived_op=arrived_op,\n", ""),
     _policy("layrub", "nobody waits for copies out", "                    landed_op=landing(ends, gap),\n", ""),
     # ---- vDNN++

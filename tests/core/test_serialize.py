@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lowtide.core import serialize
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import Problem, Recompute, Swap
+from lowtide.core.plan import Address, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Span, Timeline
 from lowtide.core.trace import Gap, Kind, Op, Phase, Reach, Save, Storage, Trace
 from lowtide.errors import TraceError
@@ -46,6 +46,7 @@ PLAN = replace(
     PLAN,
     swaps=(*PLAN.swaps, Swap(gap=GAP, fetch_op=7, tier="cpu", codec="zstd", landed_op=5, arrived_op=8)),
     recomputes=(Recompute(gap=replace(GAP, storage=2), ops=(1, 2)), Recompute(gap=replace(GAP, storage=3), ops=())),
+    layout=(Address(block=1, from_op=4, offset_bytes=1 << 40), Address(block=1, from_op=7, offset_bytes=0)),
     trials=12,
 )
 TIMELINE = Timeline(
@@ -229,16 +230,22 @@ def test_a_machine_of_version_2_has_links_of_one_rate_and_one_of_version_3_says_
 
 def test_older_plans_place_nothing_and_older_steps_know_no_slow_memory() -> None:
     def older_plan(document: dict[str, Any]) -> None:
-        del document["places"], document["prediction"]["slow_s"]
+        del document["places"], document["layout"], document["prediction"]["slow_s"]
         document["version"] = 2
+
+    def without_layout(document: dict[str, Any]) -> None:
+        del document["layout"]
+        document["version"] = 3
 
     def older_step(document: dict[str, Any]) -> None:
         del document["slow_s"], document["tier_bytes"]
         document["version"] = 1
 
-    assert serialize.loads(rewritten(PLAN, older_plan)) == PLAN
+    assert serialize.loads(rewritten(PLAN, older_plan)) == replace(PLAN, layout=())
+    assert serialize.loads(rewritten(PLAN, without_layout)) == replace(PLAN, layout=())
     assert serialize.loads(rewritten(TIMELINE, older_step)) == TIMELINE
     assert "damaged" in refused(rewritten(PLAN, lambda document: document.pop("places")))
+    assert "damaged" in refused(rewritten(PLAN, lambda document: document.pop("layout")))
     assert "damaged" in refused(rewritten(TIMELINE, lambda document: document.pop("tier_bytes")))
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from lowtide.core.columns import columns, later_column, plain
 from lowtide.core.fields import Fields, check_same_length, integer, integers, optional_integer, real, text
-from lowtide.core.plan import Place, Plan, Prediction, Recompute, Swap
+from lowtide.core.plan import Address, Place, Plan, Prediction, Recompute, Swap
 from lowtide.core.trace import Gap
 
 _PREDICTED = ("peak_bytes", "moved_out_bytes", "moved_in_bytes", "step_s", "stall_s", "recompute_s", "slow_s")
+_LAID_OUT = ("block", "from_op", "offset_bytes")
 _PLACED = ("storage", "tier", "from_op", "until_op", "fetch_op", "landed_op", "nbytes", "run")
 
 
@@ -32,6 +33,7 @@ def encode_plan(plan: Plan) -> dict[str, Any]:
             **columns(plan.recomputes, ("ops",)),
         },
         "places": columns(plan.places, _PLACED),
+        "layout": columns(plan.layout, _LAID_OUT),
     }
 
 
@@ -43,6 +45,7 @@ def decode_plan(fields: Fields, version: int) -> Plan:
         swaps=_decode_swaps(fields.object("swaps"), version),
         recomputes=_decode_recomputes(fields.object("recomputes")) if version >= 2 else (),
         places=_decode_places(fields.object("places")) if version >= 3 else (),
+        layout=_decode_layout(fields.object("layout")) if version >= 4 else (),
         prediction=fields.get(
             "prediction", lambda value: None if value is None else _decode_prediction(value, version)
         ),
@@ -99,6 +102,12 @@ def _decode_places(fields: Fields) -> tuple[Place, ...]:
     )
     check_same_length("places", *rows)
     return tuple(Place(**dict(zip(_PLACED, row, strict=True))) for row in zip(*rows, strict=True))
+
+
+def _decode_layout(fields: Fields) -> tuple[Address, ...]:
+    rows = [fields.column(name, integer) for name in _LAID_OUT]
+    check_same_length("layout", *rows)
+    return tuple(Address(**dict(zip(_LAID_OUT, row, strict=True))) for row in zip(*rows, strict=True))
 
 
 def _decode_prediction(value: object, version: int) -> Prediction:

@@ -9,7 +9,7 @@ from lowtide.core.machine import Machine
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import BadArgument
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +156,20 @@ class Recompute:
     ops: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Address:
+    """Where a block of fast memory lies in the step's one range of addresses, from operator `from_op` on.
+
+    `block` is a storage, until it is freed or leaves: it has one address for each time that it is there. With n
+    storages, n + i is what operator i needs beside storages. What was there before the step lies below all of that and
+    has none. Whoever has an allocator of his own may place blocks himself, and says so.
+    """
+
+    block: int
+    from_op: int
+    offset_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the planner expects of a plan. `slow_s` is what operators take longer with operands in slow memory."""
@@ -174,6 +188,7 @@ class Plan:
     """The decisions for one step; a gap that is not named is kept.
 
     `trials` counts the steps the policy would have run (or simulated, if its paper does) to arrive at the plan.
+    `layout` is where blocks lie, for policies that are allocators, too: the simulator follows it.
     """
 
     policy: str
@@ -181,6 +196,7 @@ class Plan:
     swaps: tuple[Swap, ...] = ()
     recomputes: tuple[Recompute, ...] = ()
     places: tuple[Place, ...] = ()
+    layout: tuple[Address, ...] = ()
     prediction: Prediction | None = None
     notes: tuple[str, ...] = field(default=())
     trials: int = 0

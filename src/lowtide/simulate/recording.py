@@ -13,6 +13,8 @@ from lowtide.core.units import format_bytes
 
 Block = tuple[float, int, int]
 """A moment, bytes taken (positive) or given back (negative), and the number of the block."""
+OwnedBlock = tuple[float, int, int, int]
+"""The same, and what the block is for: a storage, with n of them n + i for what operator i needs beside, or -1."""
 
 
 class Recording:
@@ -70,7 +72,11 @@ class Recording:
         self.absences.append((at_s, storage, gone))
 
     def blocks(self, end_s: float) -> list[Block]:
-        """Return the step as the sequence of blocks taken and given back that an allocator would see.
+        """Return the step as the sequence of blocks taken and given back that an allocator would see."""
+        return [block[:3] for block in self.owned_blocks(end_s)]
+
+    def owned_blocks(self, end_s: float) -> list[OwnedBlock]:
+        """Return the blocks that are taken and given back, with what each is for.
 
         Storages keep their number from one absence to the next, but take a new block each time. What the trace knows
         of an operator beside its storages is one more block, taken and given back with it.
@@ -107,6 +113,15 @@ class Recording:
                     f"the {allocator} allocator reserves {format_bytes(reserved_bytes)}, "
                     f"{format_bytes(reserved_bytes - problem.budget_bytes)} more than the budget"
                 )
+        elif plan is not None and plan.layout:
+            from lowtide.simulate.arena import follow
+
+            followed = follow(self.owned_blocks(self._begun_s + step_s), plan.layout)
+            reserved_bytes = followed.reserved_bytes
+            notes.append(
+                f"{followed.placed} blocks lay where the plan has them, {followed.displaced} found others there: "
+                f"{format_bytes(reserved_bytes)} of addresses"
+            )
         return Timeline(
             policy=policy,
             machine=problem.machine.name,
@@ -143,7 +158,7 @@ def _blocks(
     *,
     away: Collection[int],
     elsewhere: Collection[int] = (),
-) -> list[Block]:
+) -> list[OwnedBlock]:
     """Return all changes in the order of time; at one moment, what is given back goes first."""
     changes: list[tuple[float, int, int, int]] = []  # time, rank, storage, bytes
     static_bytes = trace.static_bytes
@@ -214,15 +229,15 @@ def _movable_before(trace: Trace, absences: Sequence[tuple[float, int, bool]], a
     return sorted(one for one in moved if trace.lives_on(one) and trace.storages[one].nbytes)
 
 
-def _numbered(changes: Sequence[tuple[float, int, int, int]], *, static_bytes: int) -> list[Block]:
-    blocks: list[Block] = [(0.0, static_bytes, 0)] if static_bytes else []
+def _numbered(changes: Sequence[tuple[float, int, int, int]], *, static_bytes: int) -> list[OwnedBlock]:
+    blocks: list[OwnedBlock] = [(0.0, static_bytes, 0, -1)] if static_bytes else []
     number = 0
     held: dict[int, int] = {}
     for at_s, _, storage, nbytes in changes:
         if nbytes > 0 and storage not in held:
             number += 1
             held[storage] = number
-            blocks.append((at_s, nbytes, number))
+            blocks.append((at_s, nbytes, number, storage))
         elif nbytes < 0 and storage in held:
-            blocks.append((at_s, nbytes, held.pop(storage)))
+            blocks.append((at_s, nbytes, held.pop(storage), storage))
     return blocks

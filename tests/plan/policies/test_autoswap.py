@@ -15,6 +15,7 @@ from lowtide.errors import BadArgument
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policies.autoswap import SCORES, AutoSwap, Picking, hide
 from lowtide.plan.verify import check, replay
+from lowtide.testing.networks import MIB
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace
 from tests.plan.policies.shapes import BOUND, DISK, densenet, inception, predicted, problem_of, resnet, vgg
@@ -192,10 +193,21 @@ def test_reads_are_laid_out_backwards_on_one_stream() -> None:
     assert sorted((swap.gap.storage, swap.fetch_op) for swap in plan.swaps) == [(0, 15), (1, 17)]
 
 
-def test_notes_tell_what_the_pool_makes_of_it() -> None:
-    plan = AutoSwap().plan(problem_of(vgg(), vgg().floor_bytes()))
-    assert any("SmartPool lays large blocks out" in note for note in plan.notes)
-    assert predicted(plan).peak_bytes <= plan.budget_bytes
+@pytest.mark.parametrize("fit", ["first", "best"])
+def test_the_plan_says_where_every_large_block_lies(fit: str) -> None:
+    """Inception's blocks leave holes of several sizes: the two fits differ in it."""
+    trace = inception()
+    for budget_bytes in (trace.floor_bytes(), trace.peak_bytes):
+        plan = AutoSwap(fit=fit).plan(problem_of(trace, budget_bytes))
+        assert predicted(plan).peak_bytes <= plan.budget_bytes
+        blocks = {(one.block, one.from_op) for one in plan.layout}
+        assert len(blocks) == len(plan.layout)
+        large = {k for k, one in enumerate(trace.storages) if one.first_op >= 0 and one.nbytes >= MIB}
+        assert large <= {block for block, _ in blocks}
+    other = AutoSwap(fit={"first": "best", "best": "first"}[fit]).plan(problem_of(trace, trace.peak_bytes))
+    assert other.layout != plan.layout
+    with pytest.raises(BadArgument, match="unknown fit 'worst'"):
+        AutoSwap(fit="worst")
 
 
 @pytest.mark.parametrize("wrong", [{"score": "x"}, {"mode": "x"}, {"ready_ops": (0, -1)}])

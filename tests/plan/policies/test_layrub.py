@@ -17,6 +17,7 @@ from lowtide.plan.policies.layrub import Layrub, aliases
 from lowtide.plan.policies.vdnn import transfers
 from lowtide.plan.verify import check
 from lowtide.plan.views.layers import crossing_gaps, layers_of
+from lowtide.simulate import simulate
 from lowtide.testing.networks import MIB, networks
 from lowtide.testing.policies import PolicyTests
 from lowtide.testing.traces import Step, make_trace, traces
@@ -102,6 +103,26 @@ def test_inside_layers_alone_halves_the_bytes_of_activations_and_gradients_on_a_
     plan = Layrub(strategy="intra").plan(problem_of(trace, ROOMY))
     assert plan.swaps == ()
     assert plan.notes == ("6 gradients, 6.00 MiB, live in the memory of dead data",)
+
+
+@pytest.mark.parametrize("trace", [*NETS, *RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")
+@pytest.mark.parametrize("strategy", ["intra", "hybrid"])
+def test_gradients_lie_where_the_data_was_whose_place_they_take(trace: Trace, strategy: str) -> None:
+    plan = Layrub(strategy=strategy).plan(problem_of(trace, ROOMY))
+    last = {one.block: one.offset_bytes for one in plan.layout}
+    pairs = [one for one in aliases(trace) if one.gradient in last and one.data in last]
+    assert pairs
+    assert all(last[one.gradient] == last[one.data] for one in pairs)
+    assert Layrub(strategy="inter").plan(problem_of(trace, ROOMY)).layout == ()
+
+
+def test_inside_layers_a_chain_lies_in_the_memory_of_its_data() -> None:
+    """Caffe has a block for every datum and one for its gradient: 12 MiB; followed, the layout takes half of that."""
+    trace = caffe_chain(6)
+    problem = problem_of(trace, ROOMY)
+    timeline = simulate(problem, Layrub(strategy="intra").plan(problem))
+    assert timeline.reserved_peak_bytes == 6 * MIB
+    assert timeline.notes[-1].startswith("12 blocks lay where the plan has them, 0 found others there")
 
 
 @pytest.mark.parametrize("trace", [*NETS, *RECORDED], ids=lambda trace: f"{trace.model}-{len(trace.ops)}")

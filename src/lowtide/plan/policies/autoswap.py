@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +31,8 @@ from lowtide.plan.auto.choose import Candidate, candidates
 from lowtide.plan.compose import FITS, compose
 from lowtide.plan.costs.sweep import Sweep
 from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Order, Runs, activation_gaps
-from lowtide.plan.views.pools import blocks_of, colour
+from lowtide.plan.views.pools import FITS as POOL_FITS
+from lowtide.plan.views.pools import addresses, step_blocks
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
 MODES = ("stick_to_limit", "no_overhead")
@@ -44,7 +45,7 @@ class AutoSwap:
     """Swaps the best variables across the peak until the load is within the budget.
 
     `score`: one of "doa", "aoa", "wdoa", "swdoa", "vote". `ready_ops`: how many operators after its last read, and
-    after its last write, a variable is ready to leave.
+    after its last write, a variable is ready to leave. `fit`: "first" or "best", where SmartPool puts a block.
     """
 
     name = "autoswap"
@@ -57,19 +58,27 @@ class AutoSwap:
         paper="Zhang et al., arXiv 1903.06631",
         reconstructed=(
             "the next highest operator follows when the peak is within the limit; variables below the paper's 1 MB are "
-            "taken where larger ones are not enough; no Bayesian search over combined scores; SmartPool's layout is "
-            "reported, the allocator places blocks itself"
+            "taken where larger ones are not enough; no Bayesian search over combined scores; SmartPool's layout of "
+            "large blocks is followed by the simulator's memory, and not by a runtime, whose pages have no addresses"
         ),
         victims=Order.LARGEST_AREA,
     )
 
     def __init__(
-        self, *, score: str = "swdoa", mode: str = "stick_to_limit", ready_ops: tuple[int, int] = (0, 0)
+        self,
+        *,
+        score: str = "swdoa",
+        mode: str = "stick_to_limit",
+        ready_ops: tuple[int, int] = (0, 0),
+        fit: str = "first",
     ) -> None:
         if score not in (*SCORES, "vote"):
             raise BadArgument(f"unknown score {score!r}: choose one of {', '.join((*SCORES, 'vote'))}")
         if mode not in MODES:
             raise BadArgument(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
+        if fit not in POOL_FITS:
+            raise BadArgument(f"unknown fit {fit!r}: choose one of {', '.join(POOL_FITS)}")
+        self._fit = fit
         if min(ready_ops) < 0:
             raise BadArgument(f"ready_ops are {ready_ops}: they count operators, so pass 0 or more")
         self._score = score
@@ -79,7 +88,7 @@ class AutoSwap:
     def plan(self, problem: Problem) -> Plan:
         """Return the swaps of the chosen variables."""
         if problem.trace.peak_bytes <= problem.budget_bytes:
-            return compose(self.name, problem, notes=(FITS,))
+            return self._laid_out(problem, compose(self.name, problem, notes=(FITS,)), {})
         facts = Sweep(problem)
         picks = Picking(problem, facts, score=self._score, ready_ops=self._ready_ops).run()
         trials = 0
@@ -91,21 +100,27 @@ class AutoSwap:
             swaps = schedule(problem, facts, picks)
             notes = [f"swaps {len(swaps)} variables by {self._score}"]
         plan = compose(self.name, problem, swaps, notes=notes, trials=trials)
-        return replace(plan, notes=(*plan.notes, _pool(problem.trace, plan)))
+        return self._laid_out(problem, plan, _held_until(facts, swaps))
+
+    def _laid_out(self, problem: Problem, plan: Plan, held_until: Mapping[Gap, int]) -> Plan:
+        """Return a plan with SmartPool's layout of the blocks that count."""
+        least_bytes = _least_bytes(problem.trace)
+        blocks = step_blocks(problem.trace, plan, least_bytes=least_bytes, held_until=held_until)
+        return replace(plan, layout=addresses(blocks, fit=self._fit))
+
+
+def _held_until(facts: Sweep, swaps: Sequence[Swap]) -> dict[Gap, int]:
+    """Return the operator at whose end each write has landed, if they follow each other on one stream."""
+    begin_s = facts.run(swaps).begin_s
+    found, free_s = {}, 0.0
+    for swap in sorted(swaps, key=lambda swap: swap.gap.after_op):
+        free_s = max(free_s, begin_s[swap.gap.after_op]) + facts.link.write_s(facts.sizes[swap.gap.storage])
+        found[swap.gap] = bisect_left(begin_s, free_s) - 1
+    return found
 
 
 def _least_bytes(trace: Trace) -> float:
     return min(LEAST_BYTES, LEAST_SHARE * trace.peak_bytes)
-
-
-def _pool(trace: Trace, plan: Plan) -> str:
-    """Return what SmartPool makes of the blocks that count, without and with the swaps."""
-    least_bytes = _least_bytes(trace)
-    before, after = (
-        colour([block for block in blocks_of(trace, one) if block.nbytes >= least_bytes]).footprint_bytes
-        for one in (None, plan)
-    )
-    return f"SmartPool lays large blocks out in {format_bytes(before)}, with these swaps in {format_bytes(after)}"
 
 
 class Picking:

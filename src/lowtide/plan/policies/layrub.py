@@ -4,8 +4,10 @@ Between layers: data moves out when its last forward reader is done, and the blo
 next one once the copy is complete. It moves back while the layer before it in the backward pass computes, and not
 earlier.
 
-Inside a layer: a gradient takes the place of data that is dead by then. PyTorch frees such data, and allocators reuse
-it, so nothing has to be executed for that: `aliases` works out who could take whose place, and the plan reports it.
+Inside a layer: a gradient takes the place of data that is dead by then. `aliases` works out who takes whose place, and
+the plan's layout puts a gradient at the address of that data; nobody else is there from then on. The simulator's memory
+follows it. A runtime whose pages have no addresses does not: PyTorch frees such data, and its pages go to whoever is
+next.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.core.plan import Plan, Problem, Swap
+from lowtide.core.plan import Address, Plan, Problem, Swap
 from lowtide.core.trace import Kind, Phase, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
@@ -22,7 +24,10 @@ from lowtide.plan.costs.sweep import predict
 from lowtide.plan.policies.vdnn import ends_of_layers, landing, that_fit
 from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
 from lowtide.plan.views.layers import crossing_gaps, layers_of, step_at
+from lowtide.plan.views.pools import Block, addresses, step_blocks
 
+# Smaller blocks than this share of the peak have no place of their own.
+LEAST_SHARE = 1e-3
 _STRATEGIES = ("hybrid", "inter", "intra")
 
 
@@ -60,6 +65,31 @@ def aliases(trace: Trace) -> tuple[Alias, ...]:
     return tuple(found)
 
 
+def in_places(trace: Trace, plan: Plan, reused: Sequence[Alias]) -> tuple[Address, ...]:
+    """Return where blocks lie: gradients where the data was whose place they take, which is theirs until they die."""
+    blocks = step_blocks(trace, plan, least_bytes=LEAST_SHARE * trace.peak_bytes)
+    last = {block.of: block for block in blocks}  # of data that was away, the block it comes back to
+    tenants: dict[int, list[Block]] = {}
+    for one in reused:
+        if one.data in last and one.gradient in last:
+            tenants.setdefault(one.data, []).append(last[one.gradient])
+    taken = {block for living in tenants.values() for block in living}
+    shared = [
+        replace(block, last_op=max(tenant.last_op for tenant in tenants[block.of]))
+        if block.of in tenants and block is last[block.of]
+        else block
+        for block in blocks
+        if block not in taken
+    ]
+    found = {(one.block, one.from_op): one for one in addresses(shared)}
+    for data, living in tenants.items():
+        place = found[data, last[data].first_op]
+        for tenant in living:
+            own = replace(place, block=tenant.of, from_op=tenant.first_op)
+            found[own.block, own.from_op] = own
+    return tuple(sorted(found.values()))
+
+
 def _in_phase(trace: Trace, op: int, phase: Phase) -> bool:
     return 0 <= op < len(trace.ops) and trace.ops[op].phase is phase
 
@@ -80,7 +110,7 @@ class Layrub:
         paper="Jin et al., ACM TACO 15(3), 2018",
         reconstructed=(
             "blocks are shared by two layers, so the copy out of one is awaited at the end of the next; reuse inside a "
-            "layer is reported, since freed memory is reused by the allocator anyway"
+            "layer is a layout, which the simulator's memory follows, and not a runtime, whose pages have no addresses"
         ),
     )
 
@@ -92,21 +122,22 @@ class Layrub:
         self.about = replace(type(self).about, adapts=strategy == "intra")
 
     def plan(self, problem: Problem) -> Plan:
-        """Return the moves between layers, and report the reuse inside them."""
+        """Return the moves between layers, and where gradients lie inside them."""
         swaps = () if self._strategy == "intra" else self._moves(problem)
         notes: Sequence[str] = ()
+        reused = aliases(problem.trace) if self._strategy != "inter" else ()
         if self._strategy != "inter":
             storages = problem.trace.storages
-            reused = aliases(problem.trace)
             nbytes = sum(storages[one.gradient].nbytes for one in reused)
             notes = (f"{len(reused)} gradients, {format_bytes(nbytes)}, live in the memory of dead data",)
-        return Plan(
+        plan = Plan(
             policy=self.name,
             budget_bytes=problem.budget_bytes,
             swaps=swaps,
             prediction=predict(problem, swaps),
             notes=tuple(notes),
         )
+        return plan if self._strategy == "inter" else replace(plan, layout=in_places(problem.trace, plan, reused))
 
     def _moves(self, problem: Problem) -> tuple[Swap, ...]:
         layers = layers_of(problem.trace)
