@@ -505,6 +505,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                    pass\n",
     ),
     _policy(
+        "checkmate", "S is rounded at one half only", "THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)", "THRESHOLDS = (0.5,)"
+    ),
+    _policy(
+        "checkmate",
+        "the threshold is not looked at",
+        "answer.kept[back][i] >= threshold",
+        "answer.kept[back][i] >= 0.5",
+    ),
+    _policy(
+        "checkmate",
+        "the first threshold is taken",
+        "for threshold in self._thresholds if answer",
+        "for threshold in self._thresholds[:1] if answer",
+    ),
+    _policy(
         "layer_budgets", "the link takes everything", "    programme.at_least({**transfers, short: 1.0}, -link_s)\n", ""
     ),
     _policy(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
-from lowtide.plan.policies.checkmate import Checkmate, CheckmateLp
+from lowtide.errors import BadArgument
+from lowtide.plan.policies.checkmate import THRESHOLDS, Answer, Checkmate, CheckmateLp, Stages
 from lowtide.plan.policies.chen import ChenGreedy
 from lowtide.plan.policies.offmate import OffMate
 from lowtide.plan.policies.poet import Poet
+from lowtide.plan.programme import Solution
 from lowtide.plan.verify import check
 from lowtide.testing.optimum import optimum
 from lowtide.testing.policies import DEAD, ENDLESS
@@ -54,6 +57,42 @@ def test_a_small_chain_is_within_two_percent_of_the_best_of_all_plans(share: flo
     best = optimum(problem)
     assert best is not None
     assert step_s(Checkmate().plan(problem)) <= 1.02 * best.prediction.step_s
+
+
+def test_a_value_is_kept_from_the_threshold_on() -> None:
+    """Of a chain's last values, S says 0.2, 0.4 and so on: the higher the threshold, the more is made again."""
+    stages = Stages(problem_of(TRACES[0], 0.6))
+    count = len(stages.blocks)
+    kept = tuple(tuple((i + 1) / count for i in range(count)) for _ in stages.moments)
+    solution = Solution(values=(), objective=0.0, bound=0.0, seconds=0.0, solver="by hand")
+    answer = Answer(kept=kept, paged=(0.0,) * count, solution=solution)
+    for threshold in THRESHOLDS:
+        swaps, discards = stages.decisions(answer, threshold=threshold)
+        assert not swaps
+        assert len(discards) == sum((i + 1) / count < threshold for i in range(count))
+
+
+@pytest.mark.parametrize("trace", TRACES[:2], ids=lambda trace: trace.model)
+@pytest.mark.parametrize("share", [0.4, 0.5])
+def test_of_all_thresholds_the_fastest_rounding_that_fits_is_taken(trace: Trace, share: float) -> None:
+    problem = problem_of(trace, share)
+    single = [CheckmateLp(thresholds=(threshold,)).plan(problem) for threshold in THRESHOLDS]
+    times = [step_s(plan) if fits(plan) else inf for plan in single]
+    assert step_s(CheckmateLp().plan(problem)) == min(times) < max(times)
+
+
+def test_no_threshold_is_the_best_everywhere() -> None:
+    problems = [problem_of(trace, share) for trace in TRACES[:2] for share in (0.4, 0.5)]
+    for threshold in THRESHOLDS:
+        single = [CheckmateLp(thresholds=(threshold,)).plan(problem) for problem in problems]
+        best = [CheckmateLp().plan(problem) for problem in problems]
+        assert any(not fits(one) or step_s(one) > step_s(all_) for one, all_ in zip(single, best, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [(), (0.0,), (0.5, 1.1)])
+def test_thresholds_lie_between_0_and_1(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(BadArgument, match="thresholds are"):
+        CheckmateLp(thresholds=wrong)
 
 
 def test_the_solver_is_named_with_its_gap_and_its_time() -> None:

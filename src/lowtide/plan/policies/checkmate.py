@@ -25,6 +25,7 @@ from math import inf
 
 from lowtide.core.plan import Plan, Problem, Recompute, Swap
 from lowtide.core.trace import Gap
+from lowtide.errors import BadArgument
 from lowtide.plan.compose import compose, fastest_that_fits, nothing_to_discard
 from lowtide.plan.costs.options import link_to
 from lowtide.plan.policy import ACTIVATIONS, About, Classified, Family, Runs
@@ -281,7 +282,7 @@ class Checkmate:
 
 
 class CheckmateLp:
-    """Solves it without whole numbers, and rounds."""
+    """Solves it without whole numbers, and rounds: S counts as 1 from one of the `thresholds` on."""
 
     name = "checkmate_lp"
     summary = "Checkmate: the linear relaxation of its programme, rounded"
@@ -295,6 +296,11 @@ class CheckmateLp:
         recomputes=True,
     )
 
+    def __init__(self, *, thresholds: Sequence[float] = THRESHOLDS) -> None:
+        if not thresholds or not all(0 < threshold <= 1 for threshold in thresholds):
+            raise BadArgument(f"thresholds are {tuple(thresholds)}: pass one or more above 0 and up to 1")
+        self._thresholds = tuple(thresholds)
+
     def plan(self, problem: Problem) -> Plan:
         """Return the fastest rounding that fits."""
         if (idle := nothing_to_discard(self.name, problem)) is not None:
@@ -305,7 +311,7 @@ class CheckmateLp:
             floor_bytes = problem.trace.floor_bytes()
             limit_bytes = floor_bytes + share * (problem.budget_bytes - floor_bytes)
             answer = stages.solve(limit_bytes, paging=Paging.NONE, relaxed=True)
-            for threshold in THRESHOLDS if answer is not None else ():
+            for threshold in self._thresholds if answer is not None else ():
                 assert answer is not None
                 _, discards = stages.decisions(answer, threshold=threshold)
                 note = f"S rounded at {threshold}; {_told(answer.solution)}"
