@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lowtide.core import serialize
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import Address, Problem, Recompute, Swap
+from lowtide.core.plan import Address, Plan, Problem, Recompute, Swap
 from lowtide.core.timeline import Lane, Span, Timeline
 from lowtide.core.trace import Gap, Kind, Op, Phase, Reach, Save, Storage, Trace
 from lowtide.errors import TraceError
@@ -132,7 +132,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
 def test_a_newer_version_is_refused_with_both_numbers(value: serialize.Saveable) -> None:
     message = refused(rewritten(value, lambda document: document.update(version=7)))
     assert "version 7" in message
-    current = {Timeline: 2, Machine: 4}.get(type(value), 3)
+    current = {Timeline: 2, Machine: 4, Plan: 4}.get(type(value), 3)
     assert f"version {current}: upgrade Lowtide" in message
 
 
