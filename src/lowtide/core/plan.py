@@ -73,6 +73,8 @@ class Problem:
     """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
     watch_s: float = 0.0
     """What a step takes longer if any operator is to run again, because it is watched for that."""
+    codec_drag: float = 0.0
+    """How much longer operators take for each second that a codec works: it has no core of its own."""
     can_place: bool = False
     """Whether who executes the plan can have storages live in tiers that operators read in place."""
     measured: tuple[MeasuredTime, ...] = ()

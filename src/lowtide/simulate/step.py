@@ -16,6 +16,7 @@ from lowtide.core.trace import Reach
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.operator_times import OperatorTimes
+from lowtide.plan.costs.options import Options
 from lowtide.plan.policy import Policy
 from lowtide.plan.victims import victims_of
 from lowtide.residency import events as e
@@ -80,7 +81,8 @@ class _Steps:
         self.discards = problem.can_recompute and policy is not None and policy.about.discards_victims
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
         self.remaker = Remaker(trace, self.records) if remakes else None
-        self.watch_s = problem.watch_s / max(1, len(self.ops)) if remakes else 0.0
+        drag_s = Options(problem).drag_s(plan.swaps) if plan is not None else 0.0
+        self.watch_s = ((problem.watch_s if remakes else 0.0) + drag_s) / max(1, len(self.ops))
         places = plan.places if plan is not None else ()
         self.duration_s = OperatorTimes(problem).all(places) if places else [op.duration_s for op in self.ops]
         self.recording = self._new_recording(begun_s=0.0)

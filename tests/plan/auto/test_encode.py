@@ -140,6 +140,22 @@ def test_a_slow_link_makes_auto_encode_and_the_step_faster(trace: Trace) -> None
     assert simulate(coded, after).step_s < simulate(plain, before).step_s
 
 
+def test_a_codec_without_a_core_of_its_own_has_to_gain_more_than_it_takes_from_operators() -> None:
+    free = on(chain_trace(12), 2e8, codecs=(FAST,))
+    plan = Auto().plan(free)
+    codec_s = sum(
+        Options(free).swap(free.trace.storages[swap.gap.storage].nbytes, tier="spill", codec=swap.codec).encode_s * 2
+        for swap in plan.swaps
+    )
+    gained_s = Auto().plan(replace(free, codecs=(IDENTITY,))).prediction.step_s - plan.prediction.step_s
+    assert gained_s > 0
+    little, much = (replace(free, codec_drag=share * gained_s / codec_s) for share in (0.5, 1.5))
+    assert {swap.codec for swap in Auto().plan(little).swaps} == {"fast"}
+    assert {swap.codec for swap in Auto().plan(much).swaps} == {"identity"}
+    dragged_s = simulate(little, plan).step_s - simulate(free, plan).step_s
+    assert dragged_s == pytest.approx(0.5 * gained_s, rel=0.2), "some of it passes while the program waits"
+
+
 def test_a_fast_link_is_left_alone() -> None:
     trace = chain_trace(12)
     plan = Auto().plan(on(trace, 1e13, codecs=(FAST, SLOW)))

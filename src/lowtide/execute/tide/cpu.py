@@ -25,7 +25,7 @@ from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import Moved, Traffic, link_seen
 from lowtide.execute.backends.oom_messages import may_be_refusal
-from lowtide.execute.tide.encoding import Samples, codec_costs
+from lowtide.execute.tide.encoding import Samples, codec_costs, codec_drag
 from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
 from lowtide.execute.tide.learning import Learning
 from lowtide.execute.tide.places import located
@@ -287,6 +287,7 @@ class CpuTide(Tide):
                 codecs=codec_costs(self._memory.codecs),
                 sampled=samples.ratios(recorded),
                 max_error=self._max_error,
+                codec_drag=codec_drag(),
             )
         return self._follow(Planned(problem=problem, recorded=recorded, plan=self._policy.plan(problem)), signature)
 

@@ -6,8 +6,11 @@ then is taken for one of those that the same operator made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
+
+import torch
 
 from lowtide.capture.builder import Recorded
 from lowtide.codecs import Codec, Exactness, Stats, codec, measure
@@ -82,6 +85,15 @@ def relative_error(one: Codec) -> float:
 def codec_costs(codecs: Sequence[Codec]) -> tuple[CodecCost, ...]:
     """Return what codecs cost on this machine, and that they leave everything of what was not sampled."""
     return (IDENTITY, *(_cost(one.name) for one in codecs))
+
+
+def codec_drag() -> float:
+    """Return how much longer operators take for each second of a codec.
+
+    Each thread of an operator has an equal part of it. Where there is a thread for every core, one of them shares its
+    core with the codec, and all others wait for it.
+    """
+    return float(torch.get_num_threads() >= len(os.sched_getaffinity(0)))
 
 
 @cache

@@ -272,8 +272,9 @@ class Search:
         return prediction.moved_out_bytes + read_bytes
 
     def watched_s(self, one: Attempt) -> float:
-        """Return how long a step takes, with what watching it costs if operators are to run again."""
-        return one.prediction.step_s + (self.problem.watch_s if one.recomputes else 0.0)
+        """Return how long a step takes, with what codecs cost its operators, and watching them if they run again."""
+        watch_s = self.problem.watch_s if one.recomputes else 0.0
+        return one.prediction.step_s + watch_s + self.facts.options.drag_s(one.swaps)
 
     def settled(self) -> bool:
         """Tell whether some attempt leaves nothing to gain."""

@@ -5,12 +5,12 @@ They stay three clocks: the table says what a thing costs by itself, a clock say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from lowtide.core.machine import Link, Machine
-from lowtide.core.plan import IDENTITY, CodecCost, Place, Problem
+from lowtide.core.plan import IDENTITY, CodecCost, Place, Problem, Swap
 from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.operator_times import OperatorTimes
@@ -141,6 +141,18 @@ class Options:
             read_s=link.read_s(nbytes, waited=place.asked_op == place.until_op)
             - (0.0 if with_latency else link.read_latency_s),
         )
+
+    def drag_s(self, swaps: Iterable[Swap]) -> float:
+        """Return how much longer a step's operators take because codecs work beside them."""
+        drag, storages = self._problem.codec_drag, self._problem.trace.storages
+        if not drag:
+            return 0.0
+        rows = (
+            self.swap(storages[one.gap.storage].nbytes, tier=one.tier, codec=one.codec, storage=one.gap.storage)
+            for one in swaps
+            if one.codec != IDENTITY.name
+        )
+        return drag * sum(row.encode_s + row.decode_s for row in rows)
 
     def recompute(self, gap: Gap, ops: Sequence[int]) -> Option:
         """Return the row of a storage that operators make again."""
