@@ -95,7 +95,10 @@ def in_a_terminal(
 def picture(
     source: Path, name: str, *, width: int, height: int | None, dark: bool = False, drawn: bool = False
 ) -> None:
-    """Write a page as a picture, as high as the page unless told, in few colours so that it stays small."""
+    """Write a page as a picture, as high as the page unless told, in few colours so that it stays small.
+
+    The colours are chosen to cover all that occur: those of small areas, as in a legend, stay apart.
+    """
     target = IMAGES / f"{name}.png"
     with open_browser() as browser:
         (browser.open if drawn else browser.load)(source, width=width, height=height or 100, dark=dark)
@@ -108,7 +111,7 @@ def picture(
         browser.settle()
         browser.screenshot(target)
     with Image.open(target) as image:
-        image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(target, optimize=True)
+        image.convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1024:.0f} KiB")
 
 

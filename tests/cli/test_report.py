@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from lowtide import registry
+from lowtide import registry, zoo
+from lowtide.capture.fake import capture_fake
 from lowtide.cli import main
 from lowtide.core.serialize import load_timeline, save
+from lowtide.core.trace import Reach
 from lowtide.report.html import data_of as page_data
 from lowtide.testing.traces import chain_trace
 
@@ -73,6 +75,19 @@ def test_without_a_choice_five_policies_are_there_and_auto_on_top(trace_path: st
     assert len(data["policies"]) == 5
     assert data["focus"]["steps"][0]["policy"] == "auto"
     assert data["more_policies"] == len(registry.policy_names()) - 5
+
+
+def test_a_tensor_that_is_away_over_the_end_of_the_step_counts_once_in_the_headline(tmp_path: Path) -> None:
+    trace, page = tmp_path / "touched.trace", tmp_path / "r.html"
+    sizes = {"layers": 2, "width": 64, "heads": 2}
+    step = capture_fake(lambda: zoo.build("gpt2", batch=2, **sizes).training(), reach=Reach.TOUCHED)
+    save(step, trace)
+    budget_bytes = step.floor_bytes() + (step.peak_bytes - step.floor_bytes()) // 5
+    wanted = ["--budget", str(budget_bytes), "--budgets", str(budget_bytes), "--policies", "swap_all"]
+    assert main(["report", *wanted, "-o", str(page), str(trace)]) == 0
+    (shown,) = data_of(page)["focus"]["steps"]
+    absent = [journey["storage"] for journey in shown["journeys"] if journey["way"] != "remade"]
+    assert shown["swapped_tensors"] == len(set(absent)) < len(absent)
 
 
 def test_on_demand_every_policy_is_there_and_auto_on_top(trace_path: str, tmp_path: Path) -> None:

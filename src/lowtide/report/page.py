@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +25,7 @@ LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.STALL, Lane.OUT, Lane.IN)
 _MOST_DETAILS = 20_000
 _LEAST_DETAILS = 1_000
 _MOST_JOURNEYS = 1_000
+_SWAPPED = (Way.SWAPPED, Way.UNUSED, Way.RELEASED)
 _FIGURES = (
     "step_s",
     "compute_s",
@@ -165,7 +165,9 @@ def _step(problem: Problem, settled: Settled, *, most: int) -> dict[str, Any]:
         "tiers": [_tier(tier, timeline, most=most) for tier in timeline.tiers],
         "journeys": _largest(found),
         "absences": len(found),
-        "ways": Counter(journey["way"] for journey in found),
+        # A tensor that is away over the end of the step has two absences in the timeline, and counts once.
+        "swapped_tensors": len({each["storage"] for each in found if each["way"] in _SWAPPED}),
+        "recomputed_tensors": len({each["storage"] for each in found if each["way"] == Way.REMADE}),
     }
 
 

@@ -56,8 +56,8 @@ function drawCards(step) {
 }
 
 function drawVerdict(step) {
-  const f = step.figures, count = (ways) => ways.reduce((sum, way) => sum + (step.ways[way] || 0), 0);
-  const slowdown = f.step_s / (data.focus.infinite_s || f.step_s || 1), swapped = count(["swapped", "unused", "released"]), remade = count(["remade"]);
+  const f = step.figures, swapped = step.swapped_tensors, remade = step.recomputed_tensors;
+  const slowdown = f.step_s / (data.focus.infinite_s || f.step_s || 1);
   const did = [swapped ? `swaps ${swapped} tensor${swapped > 1 ? "s" : ""}` : "", remade ? `recomputes ${remade}` : ""].filter(Boolean).join(" and ");
   const cost = slowdown < 1.005 ? "at no cost in time" : `in ${slowdown.toFixed(2)} times the time`;
   const bold = (text) => make("b", {}, text);
@@ -120,7 +120,7 @@ function drawSources() {
     make("dl", { class: "facts" },
       ...(machine.title ? fact("what", machine.title) : []),
       ...fact("compute", known(machine.flops_per_s, (value) => `${(value / 1e12).toPrecision(3)} TFLOP/s`) + (machine.sources.flops_per_s ? `; ${machine.sources.flops_per_s}` : "")),
-      ...fact("memory", `${known(machine.capacity_bytes, formatBytes)}, ${known(machine.memory_bytes_per_s, formatRate)}`),
+      ...fact("memory", [known(machine.capacity_bytes, formatBytes), known(machine.memory_bytes_per_s, formatRate)].filter((text) => text !== "not known").join(", ") || "not known"),
       ...machine.links.flatMap((link) => fact(`tier ${link.tier}`, `${formatRate(link.write_bytes_per_s)} out, ${formatRate(link.read_bytes_per_s)} in${link.duplex ? ", both at once" : ""}${link.idle_speedup > 1 ? `, ${link.idle_speedup.toPrecision(3)} times as fast while nothing computes` : ""}; latency ${formatSeconds(link.write_latency_s)} out, ${formatSeconds(link.read_latency_s)} in${machine.sources[link.tier] ? `; ${machine.sources[link.tier]}` : ""}`)),
       ...fact("figures", machine.source)),
   ]), make("h3", {}, "Trace"), make("dl", { class: "facts" },

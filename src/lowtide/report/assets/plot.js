@@ -1,4 +1,4 @@
-// Memory against time: every policy at every budget, and the line of those that nothing beats in both.
+// Memory against time: every policy at every budget, and the line of those that no other beats in both.
 
 const PLOT = { width: 1180, height: 420, left: 52, right: 16, top: 16, bottom: 46 };
 
@@ -40,10 +40,11 @@ function drawPareto(holder, results, { chosen, budget, peak, onChoose }) {
   for (const mark of byteTicks(high, Math.min(8, width / 100)).filter((each) => each >= low)) {
     svg.append(grid(x(mark), top, x(mark), height - bottom), label(x(mark), height - bottom + 18, formatBytes(mark), "middle"));
   }
-  svg.append(label((left + width - right) / 2, height - 6, "peak memory", "middle"), label(left + 6, top + 12, "step time, of infinite memory", "start"));
+  svg.append(label((left + width - right) / 2, height - 6, "peak memory", "middle"), label(left + 6, top + 12, "step time, relative to infinite memory", "start"));
   if (budget) {
-    svg.append(make("line", { x1: x(budget), x2: x(budget), y1: top, y2: height - bottom, stroke: "var(--budget)", "stroke-dasharray": "7 5", "stroke-width": 1.5 }));
-    svg.append(label(x(budget) - 6, top + 28, `budget ${formatBytes(budget)}`, "end", "var(--budget)"));
+    svg.append(make("line", { x1: x(budget), x2: x(budget), y1: top + 17, y2: height - bottom, stroke: "var(--budget)", "stroke-dasharray": "7 5", "stroke-width": 1.5 }));
+    const inside = x(budget) < (left + width) / 2 ? [6, "start"] : [-6, "end"];
+    svg.append(label(x(budget) + inside[0], top + 28, `budget ${formatBytes(budget)}`, inside[1], "var(--budget)"));
   }
   if (peak <= high) svg.append(make("line", { x1: x(peak), x2: x(peak), y1: top, y2: height - bottom, stroke: "var(--ghost)", "stroke-dasharray": "2 4" }), label(x(peak) - 6, height - bottom - 8, "unmanaged", "end"));
   const front = paretoFront(ran.filter((result) => !result.over_budget));
