@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,6 +84,46 @@ def test_a_server_that_dies_in_a_training_is_told_with_its_address() -> None:
                 for _ in range(2):
                     step()
         assert "\n" not in str(told.value)
+
+
+@needs_redis
+def test_a_server_killed_in_the_middle_of_a_step_takes_only_what_it_alone_held(tmp_path: Path) -> None:
+    def training() -> tuple[torch.nn.Sequential, torch.optim.Adam]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model: torch.nn.Sequential, optimizer: torch.optim.Adam) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 256)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = training()
+    for _ in range(3):
+        step(model, optimizer)
+    # Not tensors: those that exist before `fit` leave to the server, too.
+    expected = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+
+    model, optimizer = training()
+    with real_redis(tmp_path) as server:
+        with pytest.raises(LowtideError, match=rf"redis://127.0.0.1:{server.port} cannot be reached") as told:
+            with lowtide.fit(model, optimizer, budget="6MiB", spill=server.url) as tide:
+                for _ in range(3):
+                    with tide.step():
+                        step(model, optimizer)
+                model[8].register_forward_pre_hook(lambda *_: server.kill())
+                with tide.step():
+                    step(model, optimizer)
+        assert "\n" not in str(told.value)
+    whole = lost = 0
+    for parameter, before in zip(model.parameters(), expected, strict=True):
+        now = parameter.detach().numpy()
+        same = now == before
+        assert (same | np.isnan(now)).all(), "it looks like a value of the model, and is not"
+        whole += same.all()
+        lost += not same.all()
+    assert whole
+    assert lost, "everything was in memory: this shows nothing"
 
 
 @pytest.mark.parametrize("policy", ["fastswap", "infiniswap"])

@@ -418,7 +418,7 @@ class RangeMemory:
     def _error_of(self, trouble: Trouble) -> LowtideError:
         if trouble.code == errno.ENOMEM:
             return self.too_small()
-        what = f"{format_bytes(trouble.nbytes)} of a tensor"
+        what = f"{format_bytes(trouble.nbytes)} of a tensor" if trouble.nbytes else "some tensors"
         place = self._place_of(trouble)
         if trouble.tier in _source_paths:
             return _source_error(trouble, what, _source_paths[trouble.tier])
