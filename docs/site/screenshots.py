@@ -111,7 +111,8 @@ def picture(
         browser.settle()
         browser.screenshot(target)
     with Image.open(target) as image:
-        image.convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+        few = image.convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(target, optimize=True)
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1024:.0f} KiB")
 
 
