@@ -175,7 +175,7 @@ def loaded(library: Library, opened: Callable[[Path], T], torch: Torch | None = 
     try:
         return opened(path)
     except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"{path} cannot be loaded ({error}): remove it to have it built anew") from error
+        raise NativeUnavailable(f"{path} cannot be loaded ({error}): remove it to rebuild it") from error
 
 
 def _digest(library: Library, made_for: str) -> str:

@@ -113,7 +113,7 @@ def test_what_was_saved_can_be_looked_at_in_inference_mode(tmp_path: Path) -> No
 
 
 def test_a_lossy_tier_is_refused() -> None:
-    with pytest.raises(lowtide.BadArgument, match="does not keep what it is given"):
+    with pytest.raises(lowtide.BadArgument, match="does not keep its data"):
         lowtide.fit(budget=64 * MIB, spill="null:")
 
 

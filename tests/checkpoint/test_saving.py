@@ -322,7 +322,7 @@ def test_a_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> No
     other = Run(seed=3)
     expected = Run(seed=3).digest()
     Run(seed=3)  # the generators as `other` left them
-    with pytest.raises(CheckpointCorrupted, match=r"the bytes of '.*' are others than were saved.*Nothing was loaded"):
+    with pytest.raises(CheckpointCorrupted, match=r"the bytes of '.*' differ from the saved ones.*Nothing was loaded"):
         load(tmp_path / "saved", other)
     assert other.digest() == expected
 

@@ -308,7 +308,7 @@ def test_a_file_of_another_kind_is_refused_without_internals(
     other = tmp_path / "notes.txt"
     other.write_text("not a trace")
     said = refused(capsys, "plan", "--floor", str(other))
-    assert "is no Lowtide file" in said
+    assert "is not a Lowtide file" in said
     assert "gzip" not in said
 
 

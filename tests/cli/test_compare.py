@@ -145,7 +145,7 @@ def test_bad_arguments_are_one_line_and_write_nothing(
     out = tmp_path / "all.json"
     files = ["--json", str(out)]
     assert "'magic'" in refused(capsys, *files, "--policies", "auto,magic", trace_path)
-    assert "--policies names nothing" in refused(capsys, *files, "--policies", ",", trace_path)
+    assert "--policies is empty" in refused(capsys, *files, "--policies", ",", trace_path)
     assert "unknown machine 'k9000'" in refused(capsys, *files, "--machines", "k9000", trace_path)
     assert "floating-point operations" in refused(capsys, *files, "--machines", "v100", trace_path)
     assert "cannot read budget" in refused(capsys, *files, "--budgets", "40%,half%", trace_path)

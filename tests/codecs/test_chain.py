@@ -51,7 +51,7 @@ def test_a_chain_is_named_and_exact_as_its_parts_are() -> None:
 
 
 def test_parts_stand_in_the_order_of_what_they_map() -> None:
-    with pytest.raises(BadArgument, match="'zvc' takes an array, and what stands before it makes bytes"):
+    with pytest.raises(BadArgument, match="'zvc' takes an array, and the codec before it makes bytes"):
         codec("pack32+zvc")
     with pytest.raises(BadArgument, match="'fp16' takes an array"):
         codec("blosc2+fp16")
@@ -126,8 +126,8 @@ def test_a_built_in_name_is_not_taken_over(installed: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("broken", "'broken' of tidecodecs is a NoCodec, which is no Codec: it lacks bound, decode, encode"),
-        ("gone", "'gone' of tidecodecs cannot be loaded: .*Missing.*: install what it needs"),
+        ("broken", "'broken' of tidecodecs is a NoCodec, which is not a Codec: it lacks bound, decode, encode"),
+        ("gone", "'gone' of tidecodecs cannot be loaded: .*Missing.*: install its dependencies"),
         ("other", "'other' of tidecodecs calls itself 'reversed'"),
     ],
 )

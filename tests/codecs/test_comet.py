@@ -61,7 +61,7 @@ def test_smooth_values_are_predicted() -> None:
 
 def test_errors_that_bound_nothing_are_refused() -> None:
     for wrong in (0.0, -1.0, inf):
-        with pytest.raises(BadArgument, match="bounds nothing"):
+        with pytest.raises(BadArgument, match="is not a bound"):
             Comet(bound_of_all=wrong)
 
 

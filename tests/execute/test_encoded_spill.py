@@ -89,7 +89,7 @@ def test_without_a_codec_nothing_is_encoded(tmp_path: Path, needed: Need, stock:
 
 
 def test_a_lossy_codec_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(BadArgument, match="codec 'fp16' is lossy, so gradients would be others"):
+    with pytest.raises(BadArgument, match="codec 'fp16' is lossy, so gradients would change"):
         lowtide.fit(budget="1GiB", spill=f"file+fp16://{tmp_path}")
 
 

@@ -87,5 +87,5 @@ def test_the_ranks_of_a_launcher_share_a_log(train: Path, tmp_path: Path) -> Non
 def test_a_log_that_is_the_script_is_refused(train: Path) -> None:
     done = subprocess.run([*LOWTIDE, "--log", str(train), str(train)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "is another file of this command" in done.stderr
+    assert "would overwrite another file of this command" in done.stderr
     assert train.read_text() == TRAIN

@@ -132,7 +132,7 @@ def test_a_server_that_died_raises_with_its_address_and_what_to_do(opened: Opene
     assert isinstance(error, lowtide.SpillError)
     text = str(error)
     assert f"1.00 MiB of a tensor cannot be read back from tier 'redis': redis://127.0.0.1:{server.port}" in text
-    assert "start again from a checkpoint" in text
+    assert "restart from a checkpoint" in text
 
 
 def test_what_is_here_too_does_not_go_when_the_server_is_gone(opened: Opened, server: RespServer) -> None:

@@ -56,7 +56,7 @@ def test_what_a_measurement_has_written_is_given_back() -> None:
 
 
 def test_sizes_have_to_be_stated_and_to_hold_something() -> None:
-    with pytest.raises(BadArgument, match="does not say how much"):
+    with pytest.raises(BadArgument, match="does not state its share"):
         open_medium("dram+zvc:")
     with pytest.raises(BadArgument, match="holds nothing"):
         DramMedium(100)

@@ -186,12 +186,12 @@ def test_the_capacity_counts_bytes_before_the_codec(tmp_path: Path) -> None:
 
 def test_a_lossy_codec_or_tier_is_refused(tmp_path: Path) -> None:
     disk = FileMedium([tmp_path])
-    with pytest.raises(BadArgument, match="codec 'fp16' is lossy, so gradients would be others"):
+    with pytest.raises(BadArgument, match="codec 'fp16' is lossy, so gradients would change"):
         Encoded(disk, codecs=[FP16])
     disk.close()
     with pytest.raises(BadArgument, match="codec 'fp16' is lossy"):
         open_medium(f"file+fp16://{tmp_path}")
-    with pytest.raises(BadArgument, match="tier 'null' does not keep what it is given"):
+    with pytest.raises(BadArgument, match="tier 'null' does not keep its data"):
         Encoded(NullMedium())
     assert list(tmp_path.iterdir()) == []
 

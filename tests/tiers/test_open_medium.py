@@ -100,7 +100,9 @@ def test_a_medium_that_says_too_little_of_itself_is_refused_with_what_it_lacks()
     class New(Old, PlainMedium):
         pass
 
-    with pytest.raises(BadArgument, match="Old is no Medium: it lacks codecs, directories, engine, figures, files, re"):
+    with pytest.raises(
+        BadArgument, match="Old is not a Medium: it lacks codecs, directories, engine, figures, files, re"
+    ):
         open_medium(Old())  # type: ignore[arg-type]
     new = New()
     assert open_medium(new) is new
@@ -163,7 +165,7 @@ def test_a_default_in_memory_gives_way_to_a_disk_and_says_so(tmp_path: Path, mon
     medium = open_medium(None)
     assert isinstance(medium, FileMedium)
     assert medium.directories == (tmp_path,)
-    assert any("frees none" in note for note in medium.notes)
+    assert any("frees no memory" in note for note in medium.notes)
     medium.close()
 
 
@@ -181,7 +183,7 @@ def test_installed_schemes_are_known_loaded_late_and_never_shadow(tmp_path: Path
 def test_schemes_that_do_not_work_are_told_with_their_package() -> None:
     with pytest.raises(BadArgument, match="tier 'fog' of seaside cannot be loaded: No module named 'seaside_missing'"):
         open_medium("fog:")
-    with pytest.raises(BadArgument, match="tier 'mirage' of seaside made a object, which is no Medium"):
+    with pytest.raises(BadArgument, match="tier 'mirage' of seaside made a object, which is not a Medium"):
         open_medium("mirage:")
     with pytest.raises(BadArgument, match="known are beach, dram, file, fog, mirage, null, redis, rediss"):
         open_medium("rain:")

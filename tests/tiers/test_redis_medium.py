@@ -305,7 +305,9 @@ def test_a_server_that_came_back_empty(server: RespServer, way: str) -> None:
     server.values.clear()
     server.drop_all()
     for operation in (medium.read_at, medium.write_at):
-        with pytest.raises(SpillError, match="restarted or emptied, so what it held is lost: start again from a chec"):
+        with pytest.raises(
+            SpillError, match="restarted or emptied, so the tensors it held are lost: restart from a chec"
+        ):
             operation(0, memoryview(bytearray(1)))
     medium.close()
 
@@ -314,7 +316,7 @@ def test_a_key_that_is_gone(server: RespServer, way: str) -> None:
     medium = opened(server.url)
     medium.write_at(0, memoryview(some_bytes(4 * _CHUNK)))
     del server.values[f"{medium.prefix}:2".encode()]
-    with pytest.raises(SpillError, match=r"short read: .* its keys expired or somebody removed them"):
+    with pytest.raises(SpillError, match=r"short read: .* its keys expired or were removed"):
         medium.read_at(0, memoryview(bytearray(4 * _CHUNK)))
     medium.read_at(0, memoryview(bytearray(2 * _CHUNK)))
     medium.close()
@@ -324,11 +326,11 @@ def test_a_key_that_is_gone(server: RespServer, way: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"-ERR no such luck\r\n", "refuses: ERR no such luck: check the user's rights"),
+        (b"-ERR no such luck\r\n", "refused a request: ERR no such luck: check the user's rights"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", r"does not speak RESP \(it answered 'HTTP/1.1 400 Bad Request'\): check"),
         (DROP + b"$52", "cannot be reached"),
         (DROP + b"\xff\xfe\r\n", r"does not speak RESP \(it answered '..'\)"),
-        (HANG, r"did not answer within 0.2 s: check it, or state more with \?timeout="),
+        (HANG, r"did not answer within 0.2 s: check the server, or allow more time with \?timeout="),
     ],
 )
 def test_answers_that_are_none(server: RespServer, way: str, name: bytes, answer: bytes, text: str) -> None:

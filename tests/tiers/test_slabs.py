@@ -189,7 +189,7 @@ def test_a_list_of_servers_and_a_directory(tmp_path: Path) -> None:
         assert isinstance(slabs, Slabs)
         assert slabs.directories == (tmp_path,)
         slabs.close()
-        with pytest.raises(BadArgument, match="servers alone lose what they hold: name a directory beside them"):
+        with pytest.raises(BadArgument, match="data on several servers is lost if one dies: also name a directory"):
             open_medium([first.url, second.url])
 
 

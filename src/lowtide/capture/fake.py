@@ -50,7 +50,7 @@ def capture_fake(
     """
     machine = machine or preset_machine("cpu")
     if steps < 1:
-        raise BadArgument(f"{steps} steps record nothing: pass 1 or more")
+        raise BadArgument(f"{steps} steps are too few to record: pass 1 or more")
     ledger = Ledger(least_bytes=least_bytes)
     try:
         with FakeTensorMode():

@@ -216,7 +216,7 @@ def files_of(path: Path) -> dict[str, tuple[Path, str]]:
             try:
                 index = json.loads((path / index_name).read_text())["weight_map"]
             except (ValueError, KeyError) as error:
-                raise CheckpointError(f"{path / index_name} is no index of shards ({error})") from error
+                raise CheckpointError(f"{path / index_name} is not an index of shards ({error})") from error
             return {name: (path / file, name) for name, file in index.items()}
         found = sorted(path.glob(pattern))
         if len(found) == 1:

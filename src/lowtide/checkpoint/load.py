@@ -143,4 +143,4 @@ def _check_bytes(files: Mapping[str, ShardReader], manifest: Manifest) -> None:
         if stored is None or stored.nbytes != entry.nbytes:
             raise damaged(file.path, f"'{entry.key}' is not in it as it was saved")
         if digest_of(file.pieces(stored, scratch)) != entry.digest:
-            raise damaged(file.path, f"the bytes of '{entry.key}' are others than were saved")
+            raise damaged(file.path, f"the bytes of '{entry.key}' differ from the saved ones")

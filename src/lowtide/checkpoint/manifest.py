@@ -66,7 +66,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError as error:
         found = "holds no saved state" if directory.is_dir() else "does not exist"
         raise CheckpointError(
-            error.errno, f"{directory} {found}: {NAME} is what a complete save leaves there"
+            error.errno, f"{directory} {found}: {NAME} is missing, so no complete save is there"
         ) from error
     except OSError as error:
         raise CheckpointError(error.errno, f"cannot read {path}: {error.strerror}") from error
@@ -76,7 +76,7 @@ def read_manifest(directory: Path) -> Manifest:
         if head["format"] != _FORMAT:
             raise ValueError(f"its format is {head['format']!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise damaged(path, f"it is no manifest of a checkpoint ({error})") from error
+        raise damaged(path, f"it is not the manifest of a checkpoint ({error})") from error
     if head.get("version") != _VERSION:
         raise CheckpointError(
             f"{path} is of version {head.get('version')}, this Lowtide reads {_VERSION}: use a newer one"

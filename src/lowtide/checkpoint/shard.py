@@ -140,7 +140,7 @@ class ShardReader:
         start = self._file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 0 < length <= min(self.nbytes - 8, _MOST_HEADER_BYTES):
-            raise damaged(self.path, "its header is cut off or is none")
+            raise damaged(self.path, "its header is missing or cut off")
         try:
             header = json.loads(self._file.read(length))
             rows = [(name, row) for name, row in header.items() if name != "__metadata__"]

@@ -152,7 +152,7 @@ def check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any], *, all_w
     if wanting and all_wanted:
         example = ", ".join(f"{name}=..." for name in wanting)
         raise CheckpointMismatch(
-            f"the checkpoint holds the state of {', '.join(wanting)}: pass {example}, or None for what is not wanted. "
+            f"the checkpoint holds the state of {', '.join(wanting)}: pass {example}, or None to ignore it. "
             "Nothing was loaded"
         )
 

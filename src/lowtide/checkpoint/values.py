@@ -107,7 +107,7 @@ def _unknown(value: object, name: str) -> BadArgument:
 def _array_to_json(value: Any) -> Any:
     array = numpy.ascontiguousarray(value)
     if array.dtype.hasobject:
-        raise BadArgument("an array of Python objects is no state that a checkpoint holds: convert it to a list")
+        raise BadArgument("a checkpoint cannot hold an array of Python objects: convert it to a list")
     shape = list(numpy.shape(value))
     return [array.dtype.str, shape, base64.b64encode(array.tobytes()).decode(), isinstance(value, numpy.generic)]
 

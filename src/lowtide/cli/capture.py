@@ -63,7 +63,7 @@ def command(
       lowtide capture -o g.trace --model gpt3-175b --fake --machine a100
     """
     if steps < 1:
-        raise BadArgument(f"{steps} steps record nothing: pass --steps 1 or more")
+        raise BadArgument(f"{steps} steps are too few to record: pass --steps 1 or more")
     named = model is not None or hf_config is not None
     if (script is None) != named:
         raise BadArgument("capture needs a script or --model NAME, and not both")

@@ -30,7 +30,7 @@ def model_options(function: F) -> F:
         click.option(
             "--allocator",
             type=click.Choice(ALLOCATORS),
-            help="Also tell the peak that this kind of allocator would reserve.",
+            help="Also show the peak that this kind of allocator would reserve.",
         ),
         recompute_option,
         click.option("--keep-times", is_flag=True, help="Keep the trace's operator times on every machine."),
@@ -82,7 +82,7 @@ def warn_of_mixed_times(trace: Trace, machines: Sequence[Machine], *, keep_times
         if machine.name != trace.timed_for:
             warn(
                 f"the trace's operator times were predicted for {trace.timed_for}, and its transfers take the time "
-                f"they take on {machine.name}: pass --machine {trace.timed_for} to have both of one machine"
+                f"they take on {machine.name}: pass --machine {trace.timed_for} to use one machine for both"
             )
 
 
@@ -116,7 +116,7 @@ def words(text: str, *, what: str) -> list[str]:
     """Return the parts of a list separated by commas, each once."""
     found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
-        raise BadArgument(f"{what} names nothing: write a list separated by commas")
+        raise BadArgument(f"{what} is empty: write a list separated by commas")
     return found
 
 

@@ -87,8 +87,8 @@ def warn_of_memory(locations: Sequence[str]) -> None:
     for path in _directories(locations):
         if is_memory(path):
             warn(
-                f"spill directory {path} is memory ({filesystem_type(path)}), not a disk: spilling there frees none; "
-                "pass a directory on a disk with --spill"
+                f"spill directory {path} is memory ({filesystem_type(path)}), not a disk: spilling there frees no "
+                "memory; pass a directory on a disk with --spill"
             )
 
 
@@ -139,7 +139,7 @@ def check_output(path: Path | None, *, others: Sequence[Path | None] = ()) -> No
         raise BadArgument(f"output {path} is a directory: name a file in it")
     target = Path(os.path.realpath(path))
     if any(other is not None and Path(os.path.realpath(other)) == target for other in others):
-        raise BadArgument(f"output {path} is another file of this command, which would be lost: name another")
+        raise BadArgument(f"output {path} would overwrite another file of this command: choose another name")
     if path.exists() and not path.is_file():
         return  # a device or a pipe is written into
     try:

@@ -72,7 +72,7 @@ def command(
     names = read_policies(policies)
     wanted = words(budgets, what="--budgets")
     if jobs is not None and jobs < 1:
-        raise BadArgument(f"--jobs {jobs} does nothing: pass 1 or more")
+        raise BadArgument(f"--jobs {jobs} is too few: pass 1 or more")
     check_output(out, others=[trace_path])
     targets = read_machines(machines)
     trace = read_trace(trace_path)

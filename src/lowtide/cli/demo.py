@@ -88,7 +88,7 @@ def command(*, budget: str, steps: int, spill: str | None) -> int:
     """
     budget_bytes = parse_budget(budget).fast_bytes
     if steps < 2:
-        raise BadArgument(f"{steps} steps show nothing: pass --steps 2 or more")
+        raise BadArgument(f"{steps} steps are too few: pass --steps 2 or more")
     where = spill_locations([spill] if spill else [])
     check_spill(where)
     warn_of_memory(where)

@@ -143,7 +143,7 @@ def _spill(directory: Path) -> Iterator[Finding]:
         yield Finding(
             what="spill",
             verdict=Verdict.WARN,
-            detail=f"{where} is itself memory: spilling there frees none",
+            detail=f"{where} is itself memory: spilling there frees no memory",
             fix="pass a directory on a disk with --spill",
         )
     else:

@@ -95,7 +95,7 @@ def command(
     check_budget(budget)
     _check_fast(fast, budget, target)
     if fast is None and budget is None and target.capacity_bytes is None:
-        raise BadArgument(f"machine {target.name!r} does not say how much memory it has: pass --budget")
+        raise BadArgument(f"machine {target.name!r} does not state its memory: pass --budget")
     policy = check_policy(policy)
     if wanted is not None:
         reach = Reach.TOUCHED if target.addressable else Reach.SAVED
@@ -126,7 +126,7 @@ def command(
 
 def _check_alone(*others: object) -> None:
     if any(other is not None for other in others):
-        raise BadArgument("--checkpoint names a model by itself: leave --model, --hf-config and the trace out")
+        raise BadArgument("--checkpoint already names a model: leave out --model, --hf-config and the trace")
 
 
 def _check_fast(fast: str | None, budget: str | None, target: Machine) -> None:
@@ -156,7 +156,7 @@ def _inference(
     from lowtide.core.units import parse_bytes
 
     if tokens < 1:
-        raise BadArgument(f"--tokens {tokens} is no text: pass 1 or more")
+        raise BadArgument(f"--tokens {tokens} is too few: pass 1 or more")
     check_budget(budget)
     if checkpoint is not None:
         found, name = of_checkpoint(checkpoint, batch=batch, tokens=tokens), checkpoint.resolve().name
@@ -166,7 +166,7 @@ def _inference(
         raise BadArgument("--inference needs --model NAME, --hf-config FILE or --checkpoint DIR")
     if budget is None:
         if machine.capacity_bytes is None:
-            raise BadArgument(f"machine {machine.name!r} does not say how much memory it has: pass --budget")
+            raise BadArgument(f"machine {machine.name!r} does not state its memory: pass --budget")
         budget_bytes = machine.capacity_bytes
     elif budget.strip().endswith("%"):
         budget_bytes = int(_share(budget) * found.peak_bytes)

@@ -100,7 +100,7 @@ def answer_inference(inference: Inference, *, model: str, machine: Machine, budg
 
 def _cache_text(inference: Inference) -> str:
     if not inference.cache_bytes_per_token:
-        return "not known: the model does not say its layers and heads"
+        return "not known: the model does not state its layers and heads"
     texts = f"{inference.batch} text{'s' * (inference.batch > 1)} of {inference.tokens} tokens"
     return f"{format_bytes(inference.cache_bytes)} for {texts}"
 
@@ -119,7 +119,7 @@ def _served_rows(inference: Inference, found: Served | None, budget_bytes: int) 
         *rows,
         ("stays in memory", f"{format_bytes(found.kept_bytes)} of the weights"),
         ("read for every word", f"{format_bytes(found.read_bytes)}, {format_seconds(found.read_s)}"),
-        ("written", "nothing, where weights are read in place from the checkpoint"),
+        ("written", "nothing, if weights are read in place from the checkpoint"),
         ("executed", "on the CPU: weights do not leave an accelerator yet"),
         ("read in a day", format_bytes(int(found.read_bytes_per_day))),
         ("verdict", f"fits: {format_seconds(found.word_s)} a word"),

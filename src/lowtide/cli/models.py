@@ -62,7 +62,7 @@ def check_model(
         return None
     zoo.find(model)  # says what is wrong with the name
     if batch is not None and batch < 1:
-        raise BadArgument(f"--batch {batch} trains nothing: pass 1 or more")
+        raise BadArgument(f"--batch {batch} is too small: pass 1 or more")
     if dtype not in zoo.DTYPES:
         raise BadArgument(f"unknown --dtype {dtype!r}: choose one of {', '.join(zoo.DTYPES)}")
     return Wanted(name=model, batch=batch or 1, dtype=dtype, sizes=dict(map(_size, sizes)))

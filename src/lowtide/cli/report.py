@@ -55,7 +55,7 @@ class Wish:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--budget", metavar="B", help="The budget shown in detail: 2GiB, or 60%. Needed with a trace.")
 @click.option(
-    "--policies", metavar="A,B", help="Which, the one on top first, or all; auto and four others if not given."
+    "--policies", metavar="A,B", help="Policies to show, the main one first, or all (default: auto and four others)."
 )
 @click.option("--budgets", metavar="B,C", help=f"More budgets for the plot; {DEFAULT_BUDGETS} if not given.")
 @click.option("--machine", metavar="M", help="A preset (see docs/machines.md), a machine file, or here.")
@@ -90,7 +90,7 @@ def command(
       lowtide report all.json --budget 60% --policies auto,vdnn -o all.html
     """
     if jobs is not None and jobs < 1:
-        raise BadArgument(f"--jobs {jobs} does nothing: pass 1 or more")
+        raise BadArgument(f"--jobs {jobs} is too few: pass 1 or more")
     check_output(out, others=[source, perfetto])
     check_output(perfetto, others=[source])
     wish = Wish(

@@ -60,27 +60,25 @@ _EXIT_FAILED = 1
 @click.option(
     "--codecs",
     metavar="C,C",
-    help="What swaps may be encoded with, or none: see 'lowtide codecs' (default: what is lossless and fast).",
+    help="Codecs that swaps may use, or none; see 'lowtide codecs' (default: fast lossless ones).",
 )
 @click.option(
     "--max-error",
     type=float,
     default=0.0,
     metavar="E",
-    help="Let activations come back to backward rounded, off by this share of the largest value beside them at most.",
+    help="Let backward see rounded activations, off by at most this share of the largest nearby value.",
 )
 @click.option(
     "--put-off",
     is_flag=True,
-    help="Update state that does not fit when it is next used, instead of in optimizer.step(): the same bits.",
+    help="Postpone updates of state that does not fit until it is next used; the results are the same.",
 )
-@click.option("--serve", is_flag=True, help="SCRIPT only infers: each call of its model is a step.")
+@click.option("--serve", is_flag=True, help="For inference scripts: each call of the model is a step.")
 @click.option(
-    "--verify", is_flag=True, help="Keep a checksum of everything that leaves and compare it when it comes back."
+    "--verify", is_flag=True, help="Keep a checksum of every tensor that leaves, and check it when the tensor returns."
 )
-@click.option(
-    "--strict", is_flag=True, help="Refuse a budget that is only counted, and a process that it cannot follow into."
-)
+@click.option("--strict", is_flag=True, help="Refuse an advisory budget, and processes that Lowtide cannot follow.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics to FILE."
 )
@@ -92,8 +90,10 @@ _EXIT_FAILED = 1
     help="Write each step to FILE as a line of JSON.",
 )
 @click.option("--emulate", metavar="PRESET", help="Add the simulated device 'sim', with this GPU's link.")
-@click.option("--capacity", metavar="BYTES", help="Its memory, and the budget unless that is stated; with --emulate.")
-@click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
+@click.option(
+    "--capacity", metavar="BYTES", help="With --emulate: its memory, and the budget unless --budget is given."
+)
+@click.option("--quiet", is_flag=True, help="Print nothing unless something is wrong.")
 @click.option("--no-live", is_flag=True, help="Do not show the steps in the terminal's last row.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in 'python -m'.")
 @click.argument("script")
@@ -141,7 +141,7 @@ def command(
       lowtide run --emulate v100 --capacity 2GiB train.py
     """
     if emulate is None and capacity is not None:
-        raise click.UsageError("--capacity is the simulated device's memory: name a preset with --emulate as well")
+        raise click.UsageError("--capacity is the memory of the simulated device: also name a preset with --emulate")
     if emulate is not None:
         capacity = capacity or _CAPACITY
         check_emulator(capacity, preset=emulate)
@@ -318,9 +318,9 @@ def summary(stats: Mapping[str, Any]) -> list[str]:
             lines.append(f"{process['name']}: {'; '.join(_process_lines(process['stats']))}")
         else:
             size = format_bytes(process["budget_bytes"])
-            lines.append(f"{process['name']}: was inside its budget of {size}, and was ended before it could report")
+            lines.append(f"{process['name']}: stayed inside its budget of {size}, and was ended before it could report")
     if "peak_bytes" not in stats and not processes:
-        lines.append("none of the processes that were started imported torch: nothing was there to budget")
+        lines.append("no process imported torch, so there was nothing to budget")
     lines += [f"outside the budget: {reason}" for reason in stats.get("outside_the_budget", ())]
     return lines
 
@@ -335,7 +335,7 @@ def _process_lines(stats: Mapping[str, Any]) -> list[str]:
         slowdown = _slowdown(stats)
     else:
         slowdown = []
-        steps = "no optimizer step was seen: nothing was planned, tensors moved only when memory ran short"
+        steps = "no optimizer step was seen: there was no plan, and tensors moved only when memory ran short"
         steps += f"; {stalled}" if stats["stall_s"] else ""
     peak = f"peak {format_bytes(stats['peak_bytes'])} of {format_bytes(stats['budget_bytes'])}"
     if not stats.get("budget_exact", True):

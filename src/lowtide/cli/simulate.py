@@ -66,7 +66,7 @@ def command(
       lowtide simulate step.trace --budget 50% --codec zvc --density 0.4
     """
     if codec is None and density is not None:
-        raise click.UsageError("--density is what a codec finds: name one with --codec as well")
+        raise click.UsageError("--density needs a codec: name one with --codec")
     policy = check_policy(policy)
     check_output(out, others=[trace_path, perfetto])
     check_output(perfetto, others=[trace_path])

@@ -87,14 +87,14 @@ def _loaded(point: EntryPoint) -> AnyCodec:
         found = point.load()
     except (ImportError, AttributeError) as error:
         raise BadArgument(
-            f"codec '{point.name}' of {package} cannot be loaded: {error}: install what it needs"
+            f"codec '{point.name}' of {package} cannot be loaded: {error}: install its dependencies"
         ) from error
     made = found() if callable(found) else found
     if not isinstance(made, Codec | ArrayCodec | ByteCodec):
         lacking = [name for name in dir(Codec) if not name.startswith("_") and not hasattr(made, name)]
         raise BadArgument(
-            f"codec '{point.name}' of {package} is a {type(made).__name__}, which is no Codec: it lacks "
-            f"{', '.join(lacking)}; lowtide.codecs.contract says what each does"
+            f"codec '{point.name}' of {package} is a {type(made).__name__}, which is not a Codec: it lacks "
+            f"{', '.join(lacking)}; see lowtide.codecs.contract"
         )
     if made.name != point.name:
         raise BadArgument(f"codec '{point.name}' of {package} calls itself '{made.name}': plans could not find it")

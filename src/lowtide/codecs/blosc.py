@@ -46,13 +46,13 @@ class Blosc2:
         """Fill `out` with the bytes of `blob`."""
         stated = int(blob[12:16].view(np.uint32)[0]) if blob.nbytes >= 32 else 0  # in the chunk's header
         if stated != blob.nbytes or bool(stated) != bool(out.nbytes):
-            raise ValueError(f"these {blob.nbytes} bytes are no {self.name} blob of {out.nbytes} bytes")
+            raise ValueError(f"these {blob.nbytes} bytes are not a {self.name} blob of {out.nbytes} bytes")
         if not out.nbytes:
             return
         try:
             got = _library().decompress2(blob, dst=out, nthreads=1)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"these {blob.nbytes} bytes are no {self.name} blob: {error}") from error
+            raise ValueError(f"these {blob.nbytes} bytes are not a {self.name} blob: {error}") from error
         if got is not None and got != out.nbytes:
             raise ValueError(f"these {blob.nbytes} bytes hold {got} bytes, not {out.nbytes}")
 

@@ -139,9 +139,7 @@ def chained(parts: Sequence[AnyCodec]) -> Codec:
         if isinstance(part, ByteCodec):
             tails.append(part)
         elif blob is not None or tails:
-            raise BadArgument(
-                f"codec '{part.name}' takes an array, and what stands before it makes bytes: put it first"
-            )
+            raise BadArgument(f"codec '{part.name}' takes an array, and the codec before it makes bytes: put it first")
         elif isinstance(part, ArrayCodec) and not last and not isinstance(follows, ByteCodec):
             arrays.append(part)
         else:

@@ -58,7 +58,7 @@ class Comet:
     def __post_init__(self) -> None:
         stated = self.error if self.bound_of_all is None else self.bound_of_all
         if not 0 < stated < inf:
-            raise BadArgument(f"an error of {stated} bounds nothing: use a number above 0")
+            raise BadArgument(f"an error of {stated} is not a bound: use a number above 0")
 
     def max_encoded_nbytes(self, nbytes: int) -> int:
         """Return a header and codes as wide as values."""
@@ -96,7 +96,7 @@ class Comet:
             raise ValueError(f"{blob.nbytes} bytes are too few for a {self.name} blob")
         step, itemsize = np.frombuffer(blob[:_HEADER_BYTES].tobytes(), np.float32)
         if itemsize not in (1, 2, 4) or blob.nbytes != _HEADER_BYTES + out.size * int(itemsize):
-            raise ValueError(f"{blob.nbytes} bytes are no {self.name} blob of {out.size} values")
+            raise ValueError(f"{blob.nbytes} bytes are not a {self.name} blob of {out.size} values")
         width = {np.dtype(one).itemsize: one for one in _WIDTHS}[int(itemsize)]
         differences = np.frombuffer(blob[_HEADER_BYTES:].tobytes(), _unsigned(width))
         codes = np.cumsum(differences, dtype=_unsigned(width)).view(width)

@@ -54,9 +54,9 @@ class Huffman:
         try:
             found = coder.decompress(blob.tobytes(), out.nbytes + 1)
         except zlib.error as error:
-            raise ValueError(f"these {blob.nbytes} bytes are no {self.name} blob: {error}") from error
+            raise ValueError(f"these {blob.nbytes} bytes are not a {self.name} blob: {error}") from error
         if len(found) != out.nbytes or not coder.eof or coder.unused_data:
-            raise ValueError(f"these {blob.nbytes} bytes are no {self.name} blob of {out.nbytes} bytes")
+            raise ValueError(f"these {blob.nbytes} bytes are not a {self.name} blob of {out.nbytes} bytes")
         out[:] = np.frombuffer(found, np.uint8)
 
 
@@ -116,7 +116,7 @@ class DeepCompression:
             raise ValueError(f"{blob.nbytes} bytes are too few for a {self.name} blob")
         count, *lengths = np.frombuffer(blob[:12].tobytes(), np.uint32).tolist()
         if begin + sum(lengths) != blob.nbytes or count > out.size:
-            raise ValueError(f"{blob.nbytes} bytes are no {self.name} blob of {out.size} weights")
+            raise ValueError(f"{blob.nbytes} bytes are not a {self.name} blob of {out.size} weights")
         centroids = np.frombuffer(blob[12:begin].tobytes(), np.float32)
         distances, labels = np.empty(count, np.uint8), np.empty(count, np.uint8)
         Huffman().decode_bytes(blob[begin : begin + lengths[0]], out=distances)
@@ -125,7 +125,7 @@ class DeepCompression:
         places = np.cumsum(distances.astype(np.int64) + (distances < _FARTHEST))
         weights = distances < _FARTHEST
         if (weights.any() and places[weights][-1] > out.size) or labels.max(initial=0) >= centroids.size:
-            raise ValueError(f"{blob.nbytes} bytes are no {self.name} blob of {out.size} weights")
+            raise ValueError(f"{blob.nbytes} bytes are not a {self.name} blob of {out.size} weights")
         flat = out.reshape(-1)
         flat[:] = 0
         flat[places[weights] - 1] = centroids[labels[weights]]

@@ -72,7 +72,7 @@ class JpegAct:
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 100:
-            raise BadArgument(f"a quality of {self.quality} is none: use a number from 1 to 100")
+            raise BadArgument(f"a quality of {self.quality} does not exist: use a number from 1 to 100")
 
     def table(self) -> NDArray[np.float64]:
         """Return what coefficients are divided by: powers of two."""
@@ -107,7 +107,7 @@ class JpegAct:
         bytes_to_fill(single_precision(out, self.name))
         if not out.size:
             if blob.nbytes:
-                raise ValueError(f"{blob.nbytes} bytes are no {self.name} blob of no values")
+                raise ValueError(f"{blob.nbytes} bytes are not a {self.name} blob without values")
             return
         planes = _planes(out)
         count = _channels(out)

@@ -37,7 +37,7 @@ class Kernel:
         """Fill `out` with what `blob` was made of."""
         decode = getattr(_library(), f"lc_decode_{self.symbol}")
         if decode(blob.ctypes.data, blob.nbytes, out.ctypes.data, out.nbytes) != 0:
-            raise ValueError(f"these {blob.nbytes} bytes are no {self.symbol} blob of {out.nbytes} bytes")
+            raise ValueError(f"these {blob.nbytes} bytes are not a {self.symbol} blob of {out.nbytes} bytes")
 
     def addresses(self) -> tuple[int, int]:
         """Return where the two functions are, for callers that are native themselves."""

@@ -9,7 +9,7 @@ class Order(StrEnum):
     """Who is given up first when memory runs out although a plan was followed, or where there is none yet."""
 
     NOTHING = "nothing"
-    """Nobody: what does not fit is refused."""
+    """None: a step that does not fit is refused."""
     OLDEST = "oldest"
     """The least recently used."""
     FURTHEST = "furthest"
@@ -23,7 +23,7 @@ class Order(StrEnum):
     LARGEST_AREA = "largest-area"
     """The largest product of bytes and time until the next use, as far as that is known."""
     FIRST_THAT_SUFFICES = "first-that-suffices"
-    """The oldest that is large enough by itself; if none is, the oldest ones."""
+    """The oldest one that is large enough; if none is, several of the oldest."""
     CHEAPEST = "cheapest"
     """The least time to make it again, for its bytes; where nothing is made again all take the same."""
     CHEAPEST_STALE = "cheapest-stale"

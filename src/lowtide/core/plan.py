@@ -62,23 +62,23 @@ class Problem:
     tier: str = "spill"
     """The tier that swaps go to unless they say otherwise."""
     tiers: tuple[str, ...] = ()
-    """All tiers that whoever executes the plan has (empty: just `tier`)."""
+    """All tiers of the executor (empty: only `tier`)."""
     codecs: tuple[CodecCost, ...] = (IDENTITY,)
-    """The codecs that whoever executes the plan has."""
+    """The codecs of the executor."""
     sampled: tuple[SampledRatio, ...] = ()
-    """What codecs leave of single storages, where somebody sampled them; of others their own ratio is left."""
+    """Sampled compression ratios of single storages; for others the codec's own ratio holds."""
     max_error: float = 0.0
     """The largest relative error that a codec may make of a value (0: every bit comes back)."""
     can_recompute: bool = False
-    """Whether who executes the plan can run operators again; a policy that recomputes swaps instead where not."""
+    """Whether the executor can run operators again; if not, policies that recompute swap instead."""
     watch_s: float = 0.0
-    """What a step takes longer if any operator is to run again, because it is watched for that."""
+    """How much longer a step takes if operators may run again, because it must be watched."""
     codec_drag: float = 0.0
     """How much longer operators take for each second that a codec works: it has no core of its own."""
     can_place: bool = False
-    """Whether who executes the plan can have storages live in tiers that operators read in place."""
+    """Whether the executor can place storages in tiers that operators read in place."""
     measured: tuple[MeasuredTime, ...] = ()
-    """Operator times by placement, where somebody measured them; others follow from a roofline."""
+    """Measured operator times by placement; the others follow from a roofline."""
 
     def addressable(self) -> tuple[str, ...]:
         """Return the tiers that a plan may have storages live in."""

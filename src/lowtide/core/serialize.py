@@ -67,7 +67,7 @@ def dumps(value: Saveable) -> bytes:
 def loads(content: bytes, *, source: str = "the data") -> Saveable:
     """Return the value that `content` holds; `source` names it in errors."""
     if content[:2] != _GZIP:
-        raise TraceError(f"{source} is no Lowtide file: check the path, or make it again")
+        raise TraceError(f"{source} is not a Lowtide file: check the path, or create it again")
     try:
         document = json.loads(_decompressed(content))
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
@@ -140,5 +140,5 @@ def _one_line(error: Exception) -> str:
 def _kind_of(document: object, *, source: str) -> str:
     name = document.get("format") if isinstance(document, dict) else None
     if not isinstance(name, str) or not name.startswith(_PREFIX) or name.removeprefix(_PREFIX) not in _FORMATS:
-        raise TraceError(f"{source} is no Lowtide trace, machine, plan or timeline (format {name!r})")
+        raise TraceError(f"{source} is not a Lowtide trace, machine, plan or timeline (format {name!r})")
     return name.removeprefix(_PREFIX)

@@ -87,7 +87,7 @@ def synchronize(device: DeviceLike = None) -> None:
 def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) -> None:
     """Let this process's tensors take at most that fraction of a device's memory, as the CUDA module does."""
     if not 0 <= fraction <= 1:
-        raise ValueError(f"a fraction of {fraction} of the memory cannot be: pass 0 to 1")
+        raise ValueError(f"a fraction of {fraction} of the memory is not valid: pass 0 to 1")
     total_bytes = int(torch.accelerator.get_memory_info(_index(device))[1])
     load().set_allowed(_index(device), 0 if fraction == 1 else int(fraction * total_bytes))
 

@@ -162,7 +162,7 @@ def run_cases(
 ) -> list[Answer]:
     """Return the answers to the cases, in their order; raise `BadArgument` where a machine cannot be used at all."""
     if jobs < 1:
-        raise BadArgument(f"{jobs} jobs do nothing: pass 1 or more")
+        raise BadArgument(f"{jobs} jobs are too few: pass 1 or more")
     solver = Solver(setting)
     for machine in {case.machine for case in cases}:
         solver.check(machine)

@@ -24,7 +24,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         if self.movers is not None and self.movers < 1:
-            raise BadArgument(f"{self.movers} mover threads move nothing: give 1 or more, or None")
+            raise BadArgument(f"{self.movers} mover threads are too few: give 1 or more, or None")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -47,7 +47,7 @@ def simulate_run(
     next. `Timeline.trials` counts the steps that came before the plan of that step was settled.
     """
     if steps < 1:
-        raise BadArgument(f"{steps} steps are none: simulate 1 or more")
+        raise BadArgument(f"{steps} steps are too few: simulate 1 or more")
 
     def run(plan: Plan | None) -> Timeline:
         return simulate(problem, plan, policy=policy, allocator=allocator, resources=resources, strict=strict)

@@ -49,7 +49,7 @@ class TaskGraph:
     def scale(self, chosen: Collection[int], *, factor: float) -> TaskGraph:
         """Return the graph with these tasks taking `factor` times as long."""
         if not 0 <= factor < float("inf"):
-            raise BadArgument(f"factor {factor} scales no time: give 0 or more")
+            raise BadArgument(f"factor {factor} is negative: give 0 or more")
         return TaskGraph(
             tuple(
                 replace(task, duration_s=task.duration_s * factor) if place in chosen else task

@@ -38,7 +38,7 @@ def select(
 def scale(trace: Trace, ops: Collection[int], *, factor: float) -> Trace:
     """Return the trace with these operators taking `factor` times as long."""
     if not 0 <= factor < float("inf"):
-        raise BadArgument(f"factor {factor} scales no time: give 0 or more")
+        raise BadArgument(f"factor {factor} is negative: give 0 or more")
     chosen = _known(trace, ops)
     return _timed(
         trace,
@@ -52,7 +52,7 @@ def scale(trace: Trace, ops: Collection[int], *, factor: float) -> Trace:
 def resize(trace: Trace, storages: Collection[int], *, factor: float) -> Trace:
     """Return the trace with these storages `factor` times as large, and the memory of operators changed by that."""
     if not 0 <= factor < float("inf"):
-        raise BadArgument(f"factor {factor} scales no bytes: give 0 or more")
+        raise BadArgument(f"factor {factor} is negative: give 0 or more")
     for storage in storages:
         if not 0 <= storage < len(trace.storages):
             raise BadArgument(f"storage {storage} does not exist: the trace has {len(trace.storages)} storages")

@@ -110,13 +110,13 @@ def open_dram(url: str) -> DramMedium:
     """Return the tier of a URL such as `dram:512MiB`."""
     size = url.partition(":")[2].lstrip("/")
     if not size:
-        raise BadArgument(f"{url!r} does not say how much of the budget it may take: write dram+zvc:512MiB")
+        raise BadArgument(f"{url!r} does not state its share of the budget: write dram+zvc:512MiB")
     try:
         return DramMedium(parse_bytes(size))
     except BadArgument:
         raise
     except ValueError as error:
-        raise BadArgument(f"{url!r} does not say how much of the budget it may take: {error}") from error
+        raise BadArgument(f"{url!r} does not state its share of the budget: {error}") from error
 
 
 def memory_bytes(medium: Medium) -> int:

@@ -51,7 +51,7 @@ class Encoded(Wrapper):
             check_lossless(codec)
         if medium.lossy:
             raise BadArgument(
-                f"tier '{medium.name}' does not keep what it is given, so nothing could be decoded: leave the codec out"
+                f"tier '{medium.name}' does not keep its data, so nothing could be decoded: leave out the codec"
             )
         super().__init__(medium)
         self._codecs = tuple(codecs)
@@ -198,7 +198,7 @@ def check_lossless(codec: Codec) -> None:
     """Refuse a codec that does not give every bit back."""
     if not codec.exactness.lossless:
         raise BadArgument(
-            f"codec '{codec.name}' is lossy, so gradients would be others: a tier takes lossless codecs only"
+            f"codec '{codec.name}' is lossy, so gradients would change: a tier takes lossless codecs only"
         )
 
 

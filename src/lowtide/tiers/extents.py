@@ -82,7 +82,7 @@ class Extents:
 
     def _blocks_bytes(self, nbytes: int) -> int:
         if nbytes < 0:
-            raise BadArgument(f"an extent of {nbytes} bytes cannot be: give zero or more")
+            raise BadArgument(f"an extent of {nbytes} bytes is not valid: give zero or more")
         # No extent is free of charge: an empty one has an offset of its own too.
         return max(1, -(-nbytes // self.align_bytes)) * self.align_bytes
 

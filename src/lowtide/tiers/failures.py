@@ -44,18 +44,18 @@ def server_reason(code: int, *, said: str, place: str, timeout_s: float) -> str:
         case errno.ENOSPC:
             return f"{place} is out of memory ({said}): raise its maxmemory, or spill to another tier"
         case code if code == REFUSED:
-            return f"{place} refuses: {said}: check the user's rights and the server's settings"
+            return f"{place} refused a request: {said}: check the user's rights and the server's settings"
         case code if code == NOT_RESP:
             return f"{place} does not speak RESP (it answered {said!r}): check host and port"
         case code if code == FORGOTTEN:
-            return f"{place} was restarted or emptied, so what it held is lost: start again from a checkpoint"
+            return f"{place} was restarted or emptied, so the tensors it held are lost: restart from a checkpoint"
         case code if code == SHORT_READ:
-            return f"short read: {place} has not all of the bytes any more: its keys expired or somebody removed them"
+            return f"short read: {place} no longer has all of the bytes: its keys expired or were removed"
         case errno.ETIMEDOUT:
-            return f"{place} did not answer within {timeout_s:g} s: check it, or state more with ?timeout="
+            return f"{place} did not answer within {timeout_s:g} s: check the server, or allow more time with ?timeout="
     return (
-        f"{place} cannot be reached ({os.strerror(code)}): what was there only comes back once it runs again with its "
-        "data; else start again from a checkpoint"
+        f"{place} cannot be reached ({os.strerror(code)}): tensors that only it holds come back if it restarts with "
+        "its data; otherwise restart from a checkpoint"
     )
 
 

@@ -216,7 +216,7 @@ class FileMedium(PlainMedium):
     def _remarks(self) -> Iterator[str]:
         for directory in self.directories:
             if filesystem.is_memory(directory):
-                yield f"{directory} is on a filesystem in memory: spilling there frees none; pass a directory on a disk"
+                yield f"{directory} is in memory: spilling there frees no memory; pass a directory on a disk"
         with contextlib.suppress(OSError):
             room = self.free_bytes()
             if self.capacity_bytes is not None and self.capacity_bytes > room:

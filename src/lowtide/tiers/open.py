@@ -62,7 +62,7 @@ def open_medium(spill: Spill, *, capacity_bytes: int | None = None) -> Medium:
         return spill
     if hasattr(spill, "write_at"):
         raise BadArgument(
-            f"{type(spill).__name__} is no Medium: it lacks {', '.join(missing_of_medium(spill))}; "
+            f"{type(spill).__name__} is not a Medium: it lacks {', '.join(missing_of_medium(spill))}; "
             "lowtide.tiers.PlainMedium has defaults to inherit"
         )
     servers = _servers(spill)
@@ -82,7 +82,7 @@ def _open_slabs(servers: Sequence[str], rest: Sequence[object], *, capacity_byte
 
     if not rest:
         raise BadArgument(
-            "several servers alone lose what they hold: name a directory beside them, as in ['redis://a', '/disk']"
+            "data on several servers is lost if one dies: also name a directory, as in ['redis://a', '/disk']"
         )
     backup = FileMedium(_directories(rest), capacity_bytes=capacity_bytes)
     opened: list[Medium] = [backup]
@@ -164,12 +164,12 @@ def _open_plugin(point: EntryPoint, url: str, *, capacity_bytes: int | None) -> 
         factory = point.load()
     except (ImportError, AttributeError) as error:
         raise BadArgument(
-            f"tier '{point.name}' of {package} cannot be loaded: {error}: install what it needs"
+            f"tier '{point.name}' of {package} cannot be loaded: {error}: install its dependencies"
         ) from error
     medium = factory(url, capacity_bytes=capacity_bytes)
     if not isinstance(medium, Medium):
         raise BadArgument(
-            f"tier '{point.name}' of {package} made a {type(medium).__name__}, which is no Medium: it lacks "
+            f"tier '{point.name}' of {package} made a {type(medium).__name__}, which is not a Medium: it lacks "
             f"{', '.join(missing_of_medium(medium))}; lowtide.tiers.PlainMedium has defaults to inherit"
         )
     return medium

@@ -76,8 +76,8 @@ class Slabs(PlainMedium):
     ) -> None:
         if not servers or choices < 1 or slab_bytes % ALIGN_BYTES or slab_bytes <= 0:
             raise BadArgument(
-                f"{len(servers)} servers, {choices} choices and slabs of {slab_bytes} bytes make no space: give one or "
-                f"more of each, and slabs of whole {ALIGN_BYTES}"
+                f"{len(servers)} servers, {choices} choices and slabs of {slab_bytes} bytes are not valid: give one or "
+                f"more of each, and slabs that are multiples of {ALIGN_BYTES}"
             )
         self.servers = tuple(Server(medium) for medium in servers)
         self.backup = backup

@@ -141,7 +141,7 @@ class ThreadStore:
 
     def __init__(self, medium: Medium, *, threads: int = 2, verify: bool = False) -> None:
         if threads < 1:
-            raise BadArgument(f"{threads} threads move nothing: give one or more")
+            raise BadArgument(f"{threads} threads are too few: give one or more")
         self.medium = medium
         self.verify = verify
         self._extents = Extents(medium.capacity_bytes)

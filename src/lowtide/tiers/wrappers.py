@@ -114,7 +114,7 @@ class _Pace:
 
     def __init__(self, bytes_per_s: float, *, clock: Callable[[], float]) -> None:
         if not bytes_per_s > 0:
-            raise BadArgument(f"a rate of {bytes_per_s} bytes/s moves nothing: give a positive one")
+            raise BadArgument(f"a rate of {bytes_per_s} bytes/s is not valid: give a positive one")
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._lock = threading.Lock()

@@ -237,7 +237,7 @@ def build(name: str, *, batch: int, dtype: str = "float32", **sizes: Any) -> Wor
     """
     entry = find(name)
     if type(batch) is not int or batch < 1:
-        raise BadArgument(f"batch {batch!r} trains nothing: pass an integer of 1 or more")
+        raise BadArgument(f"batch {batch!r} is not a batch size: pass an integer of 1 or more")
     if dtype not in DTYPES:
         raise BadArgument(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     import torch

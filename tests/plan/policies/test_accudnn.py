@@ -167,7 +167,7 @@ def test_no_batch_fits_a_budget_of_nothing() -> None:
     ("samples", "message"),
     [
         ({}, "no batch size was recorded"),
-        ({4: step_at(4)}, "1 batch sizes make no line"),
+        ({4: step_at(4)}, "1 batch sizes are too few to fit a line"),
         ({4: step_at(4), 8: chain_trace(3)}, "the step at batch 4 has"),
     ],
 )

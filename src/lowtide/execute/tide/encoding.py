@@ -58,7 +58,7 @@ def open_codecs(names: Sequence[str] | None, medium: Medium, *, max_error: float
 def check_error(max_error: float) -> None:
     """Refuse an error that is none."""
     if not 0 <= max_error < 1:
-        raise BadArgument(f"max_error={max_error} is no share of a value: use a number from 0, every bit, to below 1")
+        raise BadArgument(f"max_error={max_error} is not a relative error: use a number from 0 (exact) to below 1")
 
 
 def _check_within(one: Codec, max_error: float) -> None:

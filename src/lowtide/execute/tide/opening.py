@@ -211,8 +211,7 @@ def refuse_lossy(medium: Medium) -> None:
     """Raise `BadArgument` for a tier that nothing can be trained with."""
     if medium.lossy:
         raise BadArgument(
-            f"tier '{medium.name}' does not keep what it is given, so gradients would be wrong: "
-            "pass a directory as spill"
+            f"tier '{medium.name}' does not keep its data, so gradients would be wrong: pass a directory as spill"
         )
 
 

@@ -111,7 +111,9 @@ def fit_lines(batches: Iterable[int], measured: npt.ArrayLike) -> Lines:
     x = np.array(list(batches), dtype=np.float64)
     y = np.asarray(measured, dtype=np.float64)
     if len(np.unique(x)) < 2:
-        raise BadArgument(f"{len(np.unique(x))} batch sizes make no line: record the step at 2 or more (AccUDNN: 5)")
+        raise BadArgument(
+            f"{len(np.unique(x))} batch sizes are too few to fit a line: record the step at 2 or more (AccUDNN: 5)"
+        )
     dx = x - x.mean()
     per_sample = dx @ (y - y.mean(axis=0)) / (dx @ dx)
     at_zero = y.mean(axis=0) - per_sample * x.mean()

@@ -50,7 +50,7 @@ class DeviceMemory:
         self._spans: list[Span] = []
         if _raw_stats is None or "allocated_bytes" not in _raw_stats(device.index):
             raise BadArgument(
-                f"the allocator of '{device.type}' tells nothing of its memory in torch {torch.__version__}, so no "
+                f"the allocator of '{device.type}' does not report its memory in torch {torch.__version__}, so no "
                 "budget can be kept there: train on the CPU, or update torch"
             )
 

@@ -80,7 +80,7 @@ class PinnedPool(Generic[B]):
     def take(self, nbytes: int, *, whole: bool = False) -> Slot | None:
         """Return room for `nbytes`, or None if there is not that much left (`whole`: in one piece)."""
         if nbytes <= 0:
-            raise BadArgument(f"a slot of {nbytes} bytes cannot be: give more than zero")
+            raise BadArgument(f"a slot of {nbytes} bytes is not valid: give more than zero")
         size = _pages_bytes(nbytes)
         if size > self.free_bytes:
             return None

@@ -29,7 +29,7 @@ from lowtide.residency.machine import Residence
 _WeakRef: Any = StorageWeakRef  # untyped in torch
 _is_copy_on_write: Any = getattr(torch._C, "_is_cow_tensor", lambda _tensor: False)
 
-_UNANNOUNCED = f"{AWAY}, and what touches it announced itself to nobody: see docs/limits.md"
+_UNANNOUNCED = f"{AWAY}, and the code that touches it is not a PyTorch operator: see docs/limits.md"
 
 
 class Shell(Record):
