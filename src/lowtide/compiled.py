@@ -2,7 +2,7 @@
 
 Note [Shipped libraries]: a wheel has the libraries that use no torch once, and the others once for each minor version
 of torch, which keeps its binary interface; all of them use Python's stable interface. They are loaded from the
-package's own directory and from nowhere else: whoever can write there can change the Python beside them. One that was
+package's own directory and from nowhere else: anyone who can write there can change the Python code too. One that was
 made from other sources is not found, for its directory is named by their hash. Where none fits (a newer torch, one
 that somebody built, another processor) the library is built from the sources, which the wheel has too.
 """
@@ -69,7 +69,7 @@ _quiet = False
 
 
 def build_quietly() -> None:
-    """Say nothing when something is built from here on, for whoever asked for silence."""
+    """Build without messages from here on."""
     global _quiet
     _quiet = True
 
@@ -210,7 +210,7 @@ def build(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = Tru
             links = [] if core is None else [str(core), f"-Wl,-rpath,{core.parent}"]
             compile_library(library, cxx, made, torch, cxx11_abi=cxx11_abi, links=links)
             made.chmod(0o755)
-            made.replace(target)  # whole or not at all, whoever else builds it now
+            made.replace(target)  # atomically, even if another process builds it now
     except OSError as error:
         raise NativeUnavailable(
             f"{library.title} cannot be built into {target.parent} ({error.strerror or error}): "
@@ -237,7 +237,7 @@ def _secure(directory: Path, library: Library) -> None:
     try:
         found = directory.lstat()
     except OSError:
-        return  # nothing can be loaded from there; whoever builds into it says why not
+        return  # nothing can be loaded from there; the build will say why not
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
         raise NativeUnavailable(
             f"{library.title} is not loaded from {directory}, which belongs to another user: remove it, or set "
@@ -277,7 +277,7 @@ def _as_one_unit(library: Library, scratch: Path) -> Path:
     texts = [(library.directory / name).read_text() for name in (*library.sources, *library.headers)]
     torch_headers = sorted({line for text in texts for line in text.splitlines() if line.startswith(_TORCH_INCLUDES)})
     unit = scratch / "unit.cpp"
-    # Some are not in every version: whoever includes them asks first.
+    # Some are not in every version: code that includes them checks first.
     first = (f"#if __has_include({line.split()[1]})\n{line}\n#endif" for line in torch_headers)
     unit.write_text("\n".join([*first, *(f'#include "{name}"' for name in library.sources), ""]))
     return unit

@@ -9,15 +9,15 @@ from lowtide.core.units import format_bytes
 
 
 class LowtideError(Exception):
-    """Base class of everything Lowtide raises on purpose."""
+    """Base class of all errors that Lowtide raises."""
 
 
 class BadArgument(LowtideError, ValueError):
-    """An argument of the user's cannot be used; the message says what to pass instead."""
+    """The user passed an invalid argument; the message says what to pass instead."""
 
 
 class BudgetTooSmall(LowtideError, MemoryError):
-    """The budget cannot hold what one operator needs at once, whatever is moved away.
+    """The budget is too small for one operator, even with every other tensor moved away.
 
     `device`: whose budget. `place`: where the operator is, such as "in the optimizer's step". `step`: more than the
     operator, the step that it is in needs the bytes.
@@ -97,19 +97,19 @@ class SpillFull(SpillError):
 
 
 class SpillCorrupted(SpillError):
-    """Bytes came back from a tier with another checksum than they left with."""
+    """Bytes came back from a tier with a different checksum."""
 
 
 class CheckpointError(LowtideError, OSError):
-    """A checkpoint could not be written or read; what was saved before is as it was."""
+    """A checkpoint could not be written or read; the previous one is unchanged."""
 
 
 class CheckpointCorrupted(CheckpointError):
-    """A checkpoint's file is cut off or changed: nothing was loaded from it."""
+    """A file of a checkpoint is truncated or damaged; nothing was loaded."""
 
 
 class CheckpointMismatch(LowtideError, ValueError):
-    """A checkpoint is of another model, optimizer or program than the one that asks for it: nothing was loaded."""
+    """A checkpoint belongs to a different model, optimizer or program; nothing was loaded."""
 
 
 class TraceError(LowtideError, ValueError):

@@ -236,7 +236,7 @@ class _Builder:
         running, block = self.ops[op], self.blocks[storage]
         fresh = block.maker == op
         if not (entry.b and fresh):
-            # Whoever writes a part of what was there before needs the rest of it.
+            # An operator that writes a part of an older storage needs the rest of it.
             running.reads.setdefault(storage, _NO_VERSION)
         if entry.b and storage not in running.writes:
             self.changed(op, storage, block.versions if fresh else block.versions + 1)

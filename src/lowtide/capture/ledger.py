@@ -1,4 +1,4 @@
-"""Which fake storages are alive and who holds them, written down as the native log would have it.
+"""Live fake storages and their holders, logged in the format of the native log.
 
 Note [Holders]: a storage is alive while a fake storage stands for it, or autograd has it saved. What autograd saves is
 not held here but described: when the last fake storage dies, nobody but autograd holds the bytes (SOLE), and what is

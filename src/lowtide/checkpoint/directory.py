@@ -60,7 +60,7 @@ class Directory:
 
 @contextmanager
 def saving_to(path: Path) -> Iterator[Directory]:
-    """Lend the directory to one who saves; after an error it is as before, and the error says so."""
+    """Open the directory for saving; after an error it is unchanged, and the error says so."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

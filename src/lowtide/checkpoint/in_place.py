@@ -104,15 +104,15 @@ class InPlaceFile:
 
 
 def load(model: M | Callable[[], M], path: str | os.PathLike[str]) -> M:
-    """Give a model the weights of a checkpoint, and return it: large ones stay in its files until they are touched.
+    """Load a checkpoint into a model and return it; large weights stay in the files until they are touched.
 
-    `path`: a safetensors file or one of `torch.save`, a folder with one or with shards and an index, as Hugging Face
-    writes it, or one that `Tide.save` has written. `model`: a module, or a callable that makes one; the latter is
-    called without its parameters being initialised, since all of them are in the checkpoint.
+    `path`: a safetensors or `torch.save` file, a folder with such a file or with shards and an index as Hugging Face
+    writes them, or a folder written by `Tide.save`. `model`: a module, or a callable that creates one; Lowtide calls it
+    without initialising the parameters, since the checkpoint contains all of them.
 
-    Inside `lowtide.init`, `lowtide.fit` or `lowtide.serve` nothing is read before it is used, and what has not changed
-    is never written to the spill: it is read from the file again. float16 and bfloat16 become float32 on the way where
-    the model has that; other conversions are made at once. Elsewhere the weights are read.
+    Inside `lowtide.init`, `lowtide.fit` or `lowtide.serve` weights are read when they are first used. Unchanged weights
+    are never written to the spill; they are read from the file again. float16 and bfloat16 become float32 as they are
+    read, if the model has that type; other conversions are made while loading. Elsewhere all weights are read now.
     """
     files = files_of(Path(path))
     memory = ranges.current()

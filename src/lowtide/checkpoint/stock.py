@@ -40,7 +40,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], model: Models = None, optimizer: Optimizers = None, **objects: Any
 ) -> dict[str, Any]:
-    """Go on from a state that `Tide.save` or `save_checkpoint` has left; return its steps and plain values by name.
+    """Continue from a state that `Tide.save` or `save_checkpoint` wrote; return its steps and plain values by name.
 
     Without an optimizer only the models are loaded, and the objects that are named.
     """

@@ -144,7 +144,7 @@ def load_object(name: str, target: Any, state: Mapping[str, Any]) -> Any:
 
 
 def check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any], *, all_wanted: bool) -> None:
-    """Raise `CheckpointMismatch` where an object has no saved state, or a saved state nobody who wants it."""
+    """Raise `CheckpointMismatch` if an object has no saved state, or a saved state has no object."""
     missing = [name for name, value in objects.items() if value is not None and name not in saved]
     if missing:
         raise CheckpointMismatch(f"the checkpoint has no state for {', '.join(missing)}. Nothing was loaded")

@@ -103,7 +103,7 @@ def read_policies(text: str) -> list[str]:
     from lowtide import registry
 
     if text.strip().lower() == "all":
-        # The product first: whoever takes them in this order shows it on top.
+        # The product first, so that reports show it on top.
         names = sorted(registry.policy_names(), key=lambda name: name != "auto")
     else:
         names = [registry.registered_name(name) for name in words(text, what="--policies")]

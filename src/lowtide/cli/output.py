@@ -103,7 +103,7 @@ def warnings_as_lines() -> Iterator[None]:
 def print_traceback(error: BaseException) -> None:
     """Print the script's traceback as Python would, without the frames of Lowtide.
 
-    An error that arose inside Lowtide keeps its last frames: whoever looks for its cause needs them.
+    An error that arose inside Lowtide keeps its last frames: they help to find its cause.
     """
     report = traceback.TracebackException.from_exception(error)
     for part in _chain(report):

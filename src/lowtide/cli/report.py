@@ -1,4 +1,4 @@
-"""`lowtide report`: one HTML page of a step: memory, lanes, what moved when and why, and who else is faster."""
+"""`lowtide report`: one HTML page about a step: memory, lanes, every transfer with its reason, and other policies."""
 
 from __future__ import annotations
 

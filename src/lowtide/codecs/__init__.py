@@ -1,7 +1,7 @@
 """How bytes are encoded: what a codec promises, how much it leaves, and how fast it is here.
 
 values --encode--> blob --decode--> values. Lossless codecs may stand before a tier (`spill="file+zvc:///fast/disk"`);
-the others are for models and for those who ask for them by hand: training stays the same to the bit.
+the others are for simulations and explicit use: by default training stays bit-identical.
 
 A package adds a codec with an entry point of the group `lowtide.codecs` whose object is a codec, or a class or function
 that returns one when called without arguments. A built-in name cannot be taken over.

@@ -138,7 +138,7 @@ def _decode_saves(saves: Fields) -> tuple[Save, ...]:
 
 
 def _check_references(trace: Trace) -> None:
-    """Check that indices name something and times are times, so that whoever plans from the trace need not."""
+    """Check that indices name something and times are times, so that planners need not."""
     last_storage, end = len(trace.storages) - 1, len(trace.ops)
     check_between("least bytes", trace.least_bytes, 0, 2**63 - 1)
     for op in trace.ops:

@@ -1,4 +1,4 @@
-"""Who goes first where memory runs out."""
+"""Which storages leave first when memory runs out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Order(StrEnum):
-    """Who is given up first when memory runs out although a plan was followed, or where there is none yet."""
+    """Which storages leave first when memory runs out despite a plan, or without one."""
 
     NOTHING = "nothing"
     """None: a step that does not fit is refused."""

@@ -1,4 +1,4 @@
-"""What happened in a step, or is predicted to: who was busy when, how much memory was taken, what waited for what.
+"""The course of a step, executed or predicted: busy times of each resource, memory, and waits.
 
 The executor and the simulator both answer with a `Timeline`; reports draw it and tests compare the two.
 """
@@ -13,7 +13,7 @@ TIMELINE_VERSION = 2
 
 
 class Lane(StrEnum):
-    """Who was busy."""
+    """A resource."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"

@@ -287,7 +287,7 @@ class Trace:
         return found
 
     def under(self, budget_bytes: int) -> Trace:
-        """Return the trace as whoever moves pages plans it for a budget: only what is worth moving has gaps.
+        """Return the trace for planning page moves under a budget: only storages worth moving have gaps.
 
         A trace with gaps of storages that are too small to be ranges is of no runtime, and stays as it is.
         """

@@ -251,7 +251,7 @@ def check(capacity: int | str, *, preset: str | None = None) -> None:
 def _register() -> None:
     import torch
 
-    # The name is a process-wide slot of PyTorch's; whoever took it keeps it.
+    # The name is a process-wide slot of PyTorch's; the first to take it keeps it.
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", NAME):
         raise BadArgument(

@@ -92,7 +92,7 @@ class TideCallback(Callback):  # type: ignore[misc]  # lightning may be absent w
 
 
 class TideCheckpointIO(CheckpointIO):  # type: ignore[misc]  # as above
-    """Checkpoints as `Tide.save` writes them: streamed, so that saving takes no memory, and whole or not at all.
+    """Streams checkpoints as `Tide.save` does: saving needs no extra memory and is all or nothing.
 
     A checkpoint is a directory. Files that Lightning itself has saved are loaded, too, so a training can move to
     Lowtide; `lowtide.integrations.lightning.TideCheckpointIO().load_checkpoint(path)` reads the dict back elsewhere.

@@ -44,7 +44,7 @@ def find_program(name: str, arguments: Sequence[str], *, is_module: bool) -> Her
     if is_python(name):
         return _python(found or sys.executable, arguments)
     if found is None or path.is_dir():
-        return Here(program=path, arguments=tuple(arguments))  # a script that is not there: whoever opens it says so
+        return Here(program=path, arguments=tuple(arguments))  # opening a missing script gives the error
     return Beside(command=(found, *arguments))
 
 

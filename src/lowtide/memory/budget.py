@@ -54,7 +54,7 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """One bound on this process's memory: who sets it, how high it is, and what it leaves.
+    """One limit on this process's memory: its source, its size, and the bytes left.
 
     `shared`: with other processes, those of the same job among them.
     """

@@ -14,7 +14,7 @@ _WeakRef: Any = StorageWeakRef  # untyped in torch
 
 
 class Foreign:
-    """Knows them by weak references: whoever holds them may let go."""
+    """Holds weak references, so it does not keep them alive."""
 
     def __init__(self, is_ours: Callable[[int], object]) -> None:
         self._is_ours = is_ours

@@ -1,7 +1,7 @@
 """Memory that is reached by its address: pages stay while they are lent.
 
 A program's own access to pages that are away faults and is served. A system call's is not: `write(2)` from a tensor
-that is away returns EFAULT. So whoever asks Python for an address gets the pages back first, and they are pinned: for
+that is away returns EFAULT. So asking Python for an address brings the pages back first and pins them: for
 an array, until it is gone; for DLPack, as long as the storage lives; for a bare address, until enough others have been
 asked for.
 """

@@ -401,7 +401,7 @@ class RangeMemory:
         return f"writing {format_bytes(failed.nbytes)} to {place} failed: {self._reason(failed)}"
 
     def _reason(self, trouble: Trouble) -> str:
-        """Return why a transfer failed, in the words of whoever knows best."""
+        """Return why a transfer failed, in the most specific words available."""
         engine = self._engine_of(trouble)
         if engine is not None:
             return engine.explain(trouble.code)

@@ -189,7 +189,7 @@ class Pager:
                 f"{count * kind.itemsize} bytes at {offset} are more than the pager's {self.nbytes}: ask for less"
             )
         raw = (ctypes.c_char * (count * kind.itemsize)).from_address(base + offset)
-        raw._pager = self  # whoever holds the array holds the pager
+        raw._pager = self  # the array keeps the pager alive
         found = np.frombuffer(raw, dtype=kind)
         return found if shape is None else found.reshape(shape)
 

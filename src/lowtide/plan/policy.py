@@ -131,7 +131,7 @@ class View(Protocol):
 
 @runtime_checkable
 class Costs(Protocol):
-    """What a view knows besides if whoever executes the step can run operators again."""
+    """What a view also knows if the executor can run operators again."""
 
     def recompute_s(self, record: int) -> float:
         """Return how long it takes to make a record again, with its evicted neighbourhood."""

@@ -1,6 +1,6 @@
-"""Who goes first when memory runs out although a plan was followed, or where there is none yet.
+"""Which storages leave first when memory runs out despite a plan, or without one.
 
-A policy names its order (`About.victims`), so that whoever executes a step can follow it natively; one that has an
+A policy names its order (`About.victims`), so that the executor can follow it natively; one that has an
 order of its own has a method for it (`ChoosesVictims`), which no step on the CPU can ask.
 """
 

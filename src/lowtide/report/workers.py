@@ -141,7 +141,7 @@ def _answer(link: Connection, worker: subprocess.Popen[bytes], item: object) -> 
 def serve(descriptor: int) -> None:
     """Answer items with the function that comes first, until the other end closes; the processes' own side."""
     link = Connection(descriptor)
-    # What a policy prints must not mix with the table of whoever asked.
+    # A policy's output must not mix with the caller's table.
     os.dup2(2, 1)
     with suppress(EOFError, ConnectionError):
         function = link.recv()

@@ -56,7 +56,7 @@ from lowtide.residency.lru_queue import LruQueue
 
 
 class Residence(Enum):
-    """Where a record's bytes are, and who pays for them.
+    """Where a record's bytes are, and whether they count in fast memory.
 
     RESIDENT: fast memory only.
     LEAVING: being written; fast memory still pays.

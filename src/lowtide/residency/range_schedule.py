@@ -33,7 +33,7 @@ class ActionKind(IntEnum):
     RETURN = 6
 
 
-# What is done first at one operator: room before who takes it.
+# The order of actions at one operator: free memory before taking it.
 _TURNS = {
     ActionKind.LEAVE: 0,
     ActionKind.PLACE: 0,

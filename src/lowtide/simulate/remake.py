@@ -68,7 +68,7 @@ class Remaker:
         What is alive then is in memory, or can be made again itself: nothing else is ever discarded.
         """
         if self._trace.reach is Reach.TOUCHED and before_op >= len(self._trace.ops):
-            return False  # whoever holds it after the step may look at it
+            return False  # the program may look at it after the step
         known = self._sure.get((storage, before_op))
         if known is None:
             recipe = self._find([storage], before_op, lambda operand: alive_when(self._trace, operand, before_op))

@@ -1,4 +1,4 @@
-"""Fast memory in a simulated step: what is absent, what is alive beside the running operator, and who is told."""
+"""Fast memory in a simulated step: absent storages, bytes alive beside the running operator, and notifications."""
 
 from __future__ import annotations
 

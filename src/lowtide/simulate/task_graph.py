@@ -73,7 +73,7 @@ class TaskGraph:
         return TaskGraph((*moved[:at], task, *moved[at:]))
 
     def remove(self, chosen: Collection[int]) -> TaskGraph:
-        """Return the graph without these tasks; who waited for one of them waits for what that waited for."""
+        """Return the graph without these tasks; their dependants wait for their dependencies instead."""
         gone = set(chosen)
         stands_for: list[frozenset[int]] = []
         left: list[Task] = []

@@ -14,7 +14,7 @@ from lowtide.tiers.medium import ALIGN_BYTES
 
 SCHEMES = ("redis", "rediss")
 PASSWORD_VARIABLE = "REDISCLI_AUTH"
-"""Where redis-cli looks for a password too: one in a URL can be seen by whoever lists the processes."""
+"""Also used by redis-cli; a password in a URL is visible in the list of processes."""
 
 _PORT = 6379
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
@@ -24,7 +24,7 @@ _SECRET = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+://)[^/?#]*@")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerUrl:
-    """A server, who to be there, and how to use it.
+    """A server, the login, and the options.
 
     `sockets` is how many requests are under way at once, `expiry_s` how long keys outlive a process that was killed,
     `chunk_bytes` how many bytes a key holds. `tls`: the options of TLS (None: the connection is plain).

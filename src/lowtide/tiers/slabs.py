@@ -276,7 +276,7 @@ class _Follower:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Go on once everything is written; a forked child has nobody who would write."""
+        """Wait until everything is written; a forked child has no thread to write."""
         if os.getpid() != self._pid:
             return
         with self._changed:

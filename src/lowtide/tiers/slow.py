@@ -2,7 +2,7 @@
 
 `pmem:///path` is a file on persistent memory, or a directory there; `cxl:` is memory without cores of its own, which is
 how CXL memory shows, and `numa:1` the memory of another node. Where the device is no real one, this machine's memory is
-used, and whoever touches it is made to wait (memory/native/slow.h): `?emulate=optane`, or another machine's name.
+used, and operators that touch it wait (memory/native/slow.h): `?emulate=optane`, or another machine's name.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _node_bytes(node: int) -> int:
 
 
 def _bind(fd: int, node: int) -> None:
-    """Have all pages of a file in memory come from one node: the policy is the file's, whoever maps it."""
+    """Have all pages of a file in memory come from one node: the policy belongs to the file."""
     number = _MBIND.get(platform.machine())
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long

@@ -41,7 +41,7 @@ class Wrapper:
 
     @property
     def files(self) -> Files | None:
-        """None: whoever could go around Python by descriptor must not go around the wrapper."""
+        """None, so that no engine bypasses the wrapper."""
         return None
 
     @property

@@ -206,7 +206,7 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Entry:
-    """Return the model of that name; hyphens, capitals and whoever published it (`org/name`) do not matter."""
+    """Return the model of that name; hyphens, capitals and the publisher (`org/name`) do not matter."""
     return _configured(name) if name.startswith(PREFIX) else MODELS[registered_name(name)]
 
 

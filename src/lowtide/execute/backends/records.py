@@ -1,4 +1,4 @@
-"""What every backend in Python knows of a saved storage: who holds it, where it is, and the packs that lead to it."""
+"""A saved storage as every Python backend sees it: its holders, its place, and the packs that lead to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowtide.residency.machine import Residence
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 can_count_holders = _use_count is not None
-"""Whether this torch says who holds a storage: without that nothing may be moved."""
+"""Whether this torch reports the holders of a storage; without that nothing may move."""
 
 
 class SavedStorage:

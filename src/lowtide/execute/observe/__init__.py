@@ -1,1 +1,1 @@
-"""The operators that a program runs, told to whoever watches them, without a dispatch mode."""
+"""Reports the operators that a program runs to watchers, without a dispatch mode."""

@@ -1,4 +1,4 @@
-"""Addresses that Python hands out: whoever knows one may use it at any time, and announces that to nobody.
+"""Addresses that Python hands out: code that has one may use it at any time, without announcing it.
 
 A storage whose block may be elsewhere gets its block for good before its address is told. PyTorch's own `torch.save`
 only compares addresses, and reads storages by operators: it is told that a storage without its block has none.

@@ -1,7 +1,7 @@
-"""Who is told of a thread's operators, and of those of the backward passes that it starts.
+"""Watchers of a thread's operators, and of the backward passes that it starts.
 
 PyTorch's observer tells of them in C++ (`native/observer.cpp`, which says which operators are told). Nothing can be
-raised there: a watcher is told of its own errors, and keeps them for whoever can raise them.
+raised there: a watcher is told of its own errors, and keeps them until they can be raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Operator = torch._ops.OpOverload
 
 
 class Watcher(Protocol):
-    """Who is told of operators."""
+    """A watcher of operators."""
 
     @property
     def device(self) -> torch.device:

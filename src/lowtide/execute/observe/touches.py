@@ -1,4 +1,4 @@
-"""Storages whose block may be elsewhere: who is told before an operator touches one.
+"""Storages whose block may be elsewhere, and notifications before an operator touches one.
 
 The native side (`native/touches.cpp`, Note [Shells]) looks at the operators of all threads while somebody wants to
 know. Nothing can be raised from there: what cannot be put back stays a shell, and the operator that touches it raises.
@@ -30,7 +30,7 @@ class Touch(NamedTuple):
 
 
 class Toucher(Protocol):
-    """Who puts blocks back."""
+    """The listener that puts blocks back."""
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +92,7 @@ _handle: int | None = None
 
 
 def can_take_blocks() -> bool:
-    """Tell whether this torch lets a storage be without its block, and raises for who asks for its address."""
+    """Tell whether this torch lets a storage be without its block, and raises if code asks for its address."""
     return bool(_native().can_be_shell())
 
 
@@ -176,7 +176,7 @@ def is_shell(storage: int) -> bool:
 
 
 def take_block(storage: int, into: torch.UntypedStorage, *, why: str) -> bool:
-    """Take a storage's block into an empty one; False if an operator uses it. `why`: for who asks for its address."""
+    """Take a storage's block into an empty one; False if an operator uses it. `why`: the error for its address."""
     return bool(_native().take_block(storage, into._cdata, why.encode()))
 
 
@@ -191,7 +191,7 @@ def end_lending(storage: int) -> bool:
 
 
 def say(storage: int, why: str) -> None:
-    """Tell whoever asks a shell for its address why there is none."""
+    """Set the error for code that asks a shell for its address."""
     _native().say(storage, why.encode())
 
 

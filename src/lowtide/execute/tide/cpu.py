@@ -472,7 +472,7 @@ class CpuTide(Tide):
         self._memory.close()
 
     def _exit(self) -> None:
-        """Leave everything as it is: whoever still looks at a tensor while the process ends is served by faults."""
+        """Leave everything as it is: faults serve tensors that are still read while the process ends."""
 
 
 def _signature(recorded: Recorded) -> tuple[object, ...]:

@@ -17,11 +17,11 @@ from lowtide.tiers.open import Spill
 
 @contextmanager
 def init(*, budget: BudgetLike, spill: Spill = None, verify: bool = False) -> Iterator[None]:
-    """Build a model inside `budget` bytes of tensor memory: what does not fit goes to `spill` while it is built.
+    """Build a model inside `budget` bytes of tensor memory; parameters that do not fit go to `spill`.
 
-    Any constructor works unchanged, and gives every parameter the value that it has without Lowtide. Afterwards the
-    model stays inside the budget: `lowtide.fit` and `lowtide.serve` take it over as it is, each with its own budget.
-    Until then parameters come back as they are touched.
+    Any constructor works unchanged, and every parameter gets the same value as without Lowtide. Afterwards the model
+    stays inside the budget until `lowtide.fit` or `lowtide.serve` takes it over with its own budget. Until then,
+    parameters come back when they are touched.
 
     Weights of safetensors files that are opened here, by `lowtide.load` or by `from_pretrained`, stay in these files.
     """

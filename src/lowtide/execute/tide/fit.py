@@ -39,20 +39,20 @@ def fit(
     max_error: float = 0.0,
     put_off: bool = False,
 ) -> Tide:
-    """Train inside `budget` bytes of tensor memory; what does not fit goes to `spill` and comes back in time.
+    """Train inside `budget` bytes of tensor memory; tensors that do not fit go to `spill` and return in time.
 
     `budget`: bytes as an int or a text such as "2GiB", "auto", or one for each tier, {"cpu": "2GiB", "disk":
     "40GiB"}. For a model on an accelerator, of its memory: {"device": "6GiB", "cpu": "8GiB", "disk": "100GiB"}; for one
     on several, that much on each, or {"cuda:0": "6GiB", "cuda:1": "10GiB", ...}: "cpu" and "disk" are for all of them.
-    `spill`: a directory, a list of them (striped) or a tier URL. `slow`: memory that operators use in place, beside the
-    budget: "pmem:///path", "cxl:" or "numa:1"; budget={"cpu": ..., "slow": ...} bounds it. `policy`: a registered name
-    or an object. `verify`: keep a checksum of everything that leaves and compare it when it comes back. `recompute`:
-    whether the policy may run operators again instead of moving bytes (None: if it can; under torch.compile, where that
-    is not possible, it swaps). `codecs`: those that plans may swap through, on the CPU (None: the usual ones; an empty
-    list: none). `max_error`: activations may come back to backward off by this share of the largest value beside them
-    (0: every bit comes back; else training is not the same to the bit any more). `put_off`: on the CPU, update state
-    that does not fit when it is next used instead of in `optimizer.step()`, with the same bits. `model` and `optimizer`
-    (one, several or none) are not changed; they tell parameters from activations in traces and reports.
+    `spill`: a directory, a list of them (striped) or a tier URL. `slow`: memory that operators use in place, in
+    addition to the budget: "pmem:///path", "cxl:" or "numa:1"; budget={"cpu": ..., "slow": ...} limits it. `policy`: a
+    registered name or an object. `verify`: keep a checksum of every tensor that leaves, and check it when the tensor
+    returns. `recompute`: whether the policy may run operators again instead of moving bytes (None: if it can; with
+    torch.compile it swaps instead). `codecs`: those that plans may use for swaps, on the CPU (None: the default ones;
+    an empty list: none). `max_error`: how far backward's activations may be off, relative to the largest nearby value
+    (0: exact; otherwise training is not bit-identical). `put_off`: on the CPU, postpone updates of state that does not
+    fit until it is next used, with the same bits. `model` and `optimizer` (one, several or none) are not changed;
+    traces and reports use them to tell parameters from activations.
     """
     models = _as_list(model, torch.nn.Module, "model", "a torch.nn.Module")
     optimizers = _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")

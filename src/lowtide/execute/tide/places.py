@@ -44,7 +44,7 @@ def place_of(error: BaseException, models: Iterable[torch.nn.Module]) -> str:
 def _self_of(frame: FrameType) -> object:
     """Return the object whose method a frame runs, if it is one.
 
-    Before Python 3.13 a frame keeps the copy of its locals that is made for whoever asks. The error is among them, and
+    Before Python 3.13 a frame keeps the copy of its locals that is made on request. The error is among them, and
     holds the frame: a circle, and with it every tensor of the failed step.
     """
     if not frame.f_code.co_flags & CO_OPTIMIZED or "self" not in frame.f_code.co_varnames:

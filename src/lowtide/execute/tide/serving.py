@@ -31,10 +31,10 @@ def serve(
 ) -> Iterator[Tide]:
     """Run `model` inside `budget` bytes of tensor memory: weights that do not fit are streamed from `spill`.
 
-    Call the model as ever: `model(x)`, `model.generate(...)`, a pipeline around it. Each call is a step: the first is
-    watched, the next ones follow a plan that reads ahead, across the end of a call into the first layers of the next.
-    What fits stays in memory. Weights are written to the spill once and only read from then on; whatever else takes
-    memory, a cache of keys and values among it, is inside the budget and may leave, too. `slow`: as in `lowtide.fit`.
+    Call the model as usual: `model(x)`, `model.generate(...)`, a pipeline around it. Each call is a step. Lowtide
+    observes the first call; later ones follow a plan that reads weights ahead, also for the first layers of the next
+    call. Weights that fit stay in memory. The others are written to the spill once and then only read. All other
+    tensors, such as the key-value cache, are inside the budget and may leave too. `slow`: as in `lowtide.fit`.
     """
     if not isinstance(model, torch.nn.Module):
         raise BadArgument(f"model is a {type(model).__name__}: pass a torch.nn.Module")

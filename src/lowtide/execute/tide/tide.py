@@ -28,7 +28,7 @@ _REMEMBERED_STEPS = 240
 
 
 class Tide(ABC):
-    """A training inside a budget, made by `fit`: wrap each step in `step()`, ask `stats()`, `close()` at the end.
+    """A training run inside a budget, created by `fit`: wrap each step in `step()`, then `close()` it.
 
     `device`, where a method takes one, is a name such as "cuda:1"; only a training on several devices needs it.
     """
@@ -72,7 +72,7 @@ class Tide(ABC):
 
     @abstractmethod
     def hooks(self) -> AbstractContextManager[None]:
-        """Return the context in which what autograd saves is managed, on this thread."""
+        """Return the context in which Lowtide manages the tensors that autograd saves, on this thread."""
 
     @abstractmethod
     def turning_refusals_into_errors(self) -> AbstractContextManager[None]:
@@ -80,11 +80,11 @@ class Tide(ABC):
 
     @abstractmethod
     def know(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an optimizer: its tensors get their kinds in traces, its parameters' gradients may leave."""
+        """Register an optimizer: traces then show the kinds of its tensors, and its gradients may leave."""
 
     @abstractmethod
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
-        """Learn of models that were found later: their layers get their names in traces. They are not kept alive."""
+        """Register models that were created later, so that traces name their layers; does not keep them alive."""
 
     def time_training(self) -> None:
         """Tell from the next step on when training begins in it: `first_save_s`."""
@@ -101,14 +101,14 @@ class Tide(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """End a step that went well: learn from it and plan the next."""
+        """End a successful step: learn from it and plan the next."""
 
     @abstractmethod
     def abandon_step(self) -> None:
         """End a step that raised: nothing is learnt from it."""
 
     def on_step(self, callback: Callable[[StepRecord], object]) -> Callable[[], None]:
-        """Call `callback` with a `StepRecord` after each step that went well; return a function that ends that.
+        """Call `callback` with a `StepRecord` after each successful step; return a function that removes it.
 
         An exception in a callback is raised where the step ends, once every callback was called. The step itself is
         over by then, and the next one may begin.
@@ -124,7 +124,7 @@ class Tide(ABC):
         return remove
 
     def tell_step(self) -> None:
-        """Tell the listeners of the step that `end_step` ended: for those who call `begin_step` themselves."""
+        """Notify listeners of the step that `end_step` ended, for callers of `begin_step`."""
         record = self._records[-1]
         failure: BaseException | None = None
         for listener in tuple(self._listeners.values()):
@@ -137,7 +137,7 @@ class Tide(ABC):
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The last steps that went well, oldest first."""
+        """The last successful steps, oldest first."""
         return tuple(self._records)
 
     def _slowdown(self) -> dict[str, object]:
@@ -156,14 +156,13 @@ class Tide(ABC):
     # ---- saving ----
 
     def save(self, path: str | os.PathLike[str], *, gradients: bool = False, **objects: Any) -> Saved:
-        """Save the training to a directory, inside the budget: `load` goes on from there bit for bit.
+        """Save the training run to a directory, inside the budget; `load` continues from it bit for bit.
 
-        That is models with all buffers, optimizers, generators of random numbers and the count of steps, and what is
-        given by name: objects with a state_dict() (schedulers, a GradScaler, a loader that tells its position, other
-        models), generators, and plain values. `gradients`: save those that have been accumulated, too.
+        The state consists of the models with all buffers, the optimizers, the random generators, the step count and
+        the objects passed by name: anything with a state_dict() (schedulers, a GradScaler, a stateful loader, other
+        models), generators, and plain values. `gradients`: also save accumulated gradients.
 
-        The state before is kept until the new one is complete, whatever happens meanwhile, and what has not changed
-        since is not written again.
+        The previous state stays valid until the new one is complete. Unchanged tensors are not written again.
         """
         self._check_between_steps("saved")
         models, optimizers = self._known()
@@ -174,10 +173,10 @@ class Tide(ABC):
             return save_training(path, training, self._saved.setdefault(os.path.realpath(path), Versions()))
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-        """Go on from a state that `save` has left, under whatever budget and policy; return its plain values by name.
+        """Continue from a state that `save` wrote, under any budget and policy; return its plain values by name.
 
-        Objects that were given to `save` are given again, under the same names (None: not wanted). A checkpoint that is
-        damaged, or another training's, raises before anything is changed.
+        Pass the objects that were passed to `save`, under the same names (None: ignore). A checkpoint that is damaged
+        or belongs to another training run raises an error before anything changes.
         """
         self._check_between_steps("loaded")
         models, optimizers = self._known()
@@ -188,7 +187,7 @@ class Tide(ABC):
 
     @property
     def steps(self) -> int:
-        """The steps that were done, before a state was loaded as well."""
+        """The number of steps done, including those of a loaded state."""
         return self._steps_before + len(self._step_s)
 
     @abstractmethod
@@ -207,7 +206,7 @@ class Tide(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
-        """Return what happened so far: bytes, seconds and counts, ready for a logger."""
+        """Return the statistics so far: bytes, seconds and counts, ready for a logger."""
 
     @abstractmethod
     def trace(self, device: str | None = None) -> Trace:
@@ -215,7 +214,7 @@ class Tide(ABC):
 
     @abstractmethod
     def plan(self, device: str | None = None) -> Plan | None:
-        """Return the plan made last, as it is executed (None before the first step has ended)."""
+        """Return the latest plan, as executed (None before the first step has ended)."""
 
     @abstractmethod
     def machine_of(self, device: str | None = None) -> Machine:
@@ -223,7 +222,7 @@ class Tide(ABC):
 
     @abstractmethod
     def machine_seen(self, device: str | None = None) -> Machine:
-        """Return the machine with its link as the transfers so far found it, where they are timed."""
+        """Return the machine with the link rates observed so far, if transfers are timed."""
 
     @property
     def machine(self) -> Machine:
@@ -233,7 +232,7 @@ class Tide(ABC):
     # ---- the end ----
 
     def close(self) -> None:
-        """Lift the budget and remove the spill; what a live graph still needs is brought back first."""
+        """Lift the budget and remove the spill, after bringing back the tensors that live graphs need."""
         self._close(bring_back=True)
 
     def _close(self, *, bring_back: bool) -> None:

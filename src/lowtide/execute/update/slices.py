@@ -74,7 +74,7 @@ class SlicedUpdates:
 
     Where all of them take no more than `whole_bytes`, nothing is sliced. `operators`: operators on lists are sliced
     too, wherever they are called from Python. `made` is told of state that an update makes before its optimizer has it.
-    `puts_off`: whoever puts updates off that are worth it.
+    `puts_off`: postpones updates where that pays.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loaded by every Python that starts below `lowtide run`: lets the budget in, then goes on to whoever was shadowed."""
+"""Loaded by every Python that starts below `lowtide run`: applies the budget, then loads the shadowed sitecustomize."""
 
 import sys
 from importlib.machinery import PathFinder

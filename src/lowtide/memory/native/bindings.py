@@ -42,7 +42,7 @@ _ORDERS = {
 
 
 class Place(IntEnum):
-    """Where a range's bytes are; the same numbers as in range.h, which says who pays for them."""
+    """Where a range's bytes are; the same numbers as in range.h, which says how they count."""
 
     HERE = 0
     LEAVING = 1
@@ -499,7 +499,7 @@ class Native:
         return out[0], out[1], out[2], names.value.decode().split()
 
     def order(self, order: Order, *, discards: bool = False) -> None:
-        """Say who is given up first from here on; `discards`: without a copy, as far as it can be made again."""
+        """Set which ranges leave first from here on; `discards`: without a copy, as far as it can be made again."""
         self._order(_ORDERS[order], discards)
 
     def name_id(self, name: str) -> int:

@@ -146,7 +146,7 @@ class Sweep:
     def may_discard(self, gap: Gap) -> bool:
         """Tell whether a gap's storage may be given up without a copy.
 
-        Where pages move, whoever holds the storage may look at it: so not over the step's end, and not for good.
+        Where pages move, the program may look at the storage: so not over the step's end, and not for good.
         """
         return not self.periodic or (gap.before_op < self.count and self.returns(gap))
 

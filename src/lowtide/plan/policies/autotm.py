@@ -45,7 +45,7 @@ MOST_PAIRED = 6
 
 
 class Mode(StrEnum):
-    """What may move, and who waits."""
+    """Which storages may move, and whether operators wait for them."""
 
     STATIC = "static"
     SYNCHRONOUS = "synchronous"

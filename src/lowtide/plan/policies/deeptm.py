@@ -61,7 +61,7 @@ class DeepTm:
         self.programme = programme
 
     def agent(self) -> Agent:
-        """Return who turns the knobs."""
+        """Return the agent that sets the parameters."""
         if not self.learned:
             return Still()
         return Network() if self._agent is None else Saved(Path(self._agent))

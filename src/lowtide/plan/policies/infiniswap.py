@@ -1,6 +1,6 @@
 """Infiniswap: swap to the memory of other machines, in slabs, with a disk behind (Gu et al., NSDI 2017).
 
-The kernel decides what moves: when memory runs out, the oldest goes, and whoever needs the memory waits until a server
+The kernel decides what moves: when memory runs out, the oldest goes, and the operator waits until a server
 has confirmed it; what is missed is read on demand. What makes the system is where it goes, and that is its tier
 (`lowtide.tiers.Slabs`): slabs on servers chosen by the power of two choices, a disk that holds a copy of everything,
 and servers that give slabs up when their own memory is short. `spill=["redis://a", "redis://b", "/disk"]` is one.

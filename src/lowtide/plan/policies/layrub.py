@@ -4,10 +4,10 @@ Between layers: data moves out when its last forward reader is done, and the blo
 next one once the copy is complete. It moves back while the layer before it in the backward pass computes, and not
 earlier.
 
-Inside a layer: a gradient takes the place of data that is dead by then. `aliases` works out who takes whose place, and
-the plan's layout puts a gradient at the address of that data; nobody else is there from then on. The simulator's memory
-follows it. A runtime whose pages have no addresses does not: PyTorch frees such data, and its pages go to whoever is
-next.
+Inside a layer: a gradient takes the place of data that is dead by then. `aliases` finds these pairs, and
+the plan's layout puts the gradient at the address of that data; nothing else uses it from then on. The simulator's
+memory follows the layout. A runtime whose pages have no addresses does not: PyTorch frees such data, and the next
+block gets its pages.
 """
 
 from __future__ import annotations

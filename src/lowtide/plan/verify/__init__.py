@@ -16,7 +16,7 @@ V9  a codec that rounds is within the problem's error, and for activations that 
 V1 to V3 are in shape.py and places.py, V7 in recipes.py, V4 to V6 in clock.py, V8 in places.py, V9 in rounding.py, for
 plans that are executed: a simulated step may round what it likes. The replay is that of
 docs/policies.md. Where pages move, it is that of a step which follows another of its kind, and pages.py tells which of
-them are dirty. What whoever executes the plan can do is stated by the problem: `tiers`, `codecs`, `can_recompute`,
+them are dirty. The problem states what the executor can do: `tiers`, `codecs`, `can_recompute`,
 `can_place`.
 
 Where an operator's memory is still held by writes it waits, and a prefetch that finds no room is put off: so V4 fails
@@ -46,7 +46,7 @@ def check(plan: Plan, problem: Problem) -> None:
 
 
 def check_executable(plan: Plan, problem: Problem) -> None:
-    """Raise `PlanError` unless whoever executes the plan can do all it says: every rule but room (V4 and V8).
+    """Raise `PlanError` unless the executor can carry out the plan: all rules except room (V4 and V8).
 
     The budget is kept where memory is allocated, a tier's capacity where its bytes are. A policy that cannot meet them
     says so in its plan; what is missing then is given up when memory runs out, and what finds its tier full goes to the

@@ -49,7 +49,7 @@ def run(plan: Plan, problem: Problem, burdens: dict[int, Burden]) -> Replay:
 
 
 class _Where(Enum):
-    """Where a swapped storage's bytes are, and who pays for them."""
+    """Where a swapped storage's bytes are, and whether they count in fast memory."""
 
     HERE = "fast memory holds it and pays"
     LEAVING = "a write is requested or under way: fast memory still pays"

@@ -145,7 +145,7 @@ def check_place(place: Place, problem: Problem, days: Days) -> None:
 
 
 def _check_moments(place: Place, days: Days, label: str, *, count: int | None) -> None:
-    """Check V2: where its migrations are asked for, and who waits for them.
+    """Check V2: where its migrations are requested, and which operators wait for them.
 
     `count`: the operators of a step, if the next one knows the storage by another name.
     """

@@ -57,7 +57,7 @@ class _Kitchen:
             if trace.reach is Reach.TOUCHED and one.gap.before_op >= len(trace.ops):
                 raise PlanError(
                     f"V7: {label(one)} ends with the step or after it, and the step has {len(trace.ops)} operators: "
-                    "whoever holds the storage then may look at it, so swap or keep it instead"
+                    "the program may look at the storage then, so swap or keep it instead"
                 )
             self._check_list(one)
             if one.gap.before_op < len(trace.ops):
@@ -142,13 +142,13 @@ class _Kitchen:
         if draws_random(op.name):
             raise PlanError(f"{where} draws random numbers")
         if leaves_unset(op.name):
-            raise PlanError(f"{where} leaves some of what it makes unset")
+            raise PlanError(f"{where} leaves part of its result unset")
         for storage in op.writes:
             if self.trace.storages[storage].first_op != index and storage not in table:
                 raise PlanError(f"{where} writes storage {storage}, which existed before it")
         for storage in op.reads:
             if self.homes.at(storage, served_op) is not None:
-                raise PlanError(f"{where} reads storage {storage} in slow memory, and nobody knows how long that takes")
+                raise PlanError(f"{where} reads storage {storage} in slow memory, and the time of that is not known")
             if storage in table:
                 continue  # the copy that is being made is what it reads, and `_check_version` looks after that one
             if storage not in missing and self._in_memory(storage, served_op):
@@ -159,7 +159,7 @@ class _Kitchen:
                 raise PlanError(f"{where} reads storage {storage}, which is neither in memory nor made before it")
 
     def _check_version(self, storage: int, op: int, ran: set[int], one: Recompute) -> None:
-        """Check that a storage on the table is what it was when `op` began: all who wrote it until then ran again."""
+        """Check that a storage on the table is what it was when `op` began: all its writers ran again."""
         for writer in self.writers[storage]:
             if writer < op and writer not in ran:
                 raise PlanError(

@@ -129,7 +129,7 @@ def _check_place(swap: Swap, problem: Problem) -> None:
 
 
 def _check_moments(swap: Swap) -> None:
-    """Check V2: where the read is requested, and where who waits."""
+    """Check V2: where the read is requested, and which operators wait."""
     after_op, before_op = swap.gap.after_op, swap.gap.before_op
     if not after_op < swap.fetch_op <= before_op:
         raise PlanError(

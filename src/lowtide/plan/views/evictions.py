@@ -9,7 +9,7 @@ from lowtide.core.plan import Problem
 from lowtide.core.trace import Gap, Trace
 
 Order = Callable[[Gap], float]
-"""Tells who goes first: the gap with the least of it."""
+"""The key of a gap; the gap with the smallest key leaves first."""
 
 
 def evictions(
@@ -20,7 +20,7 @@ def evictions(
     order: Order,
     may_leave: Callable[[Gap], bool] = lambda _: True,
 ) -> tuple[Gap, ...]:
-    """Return who leaves so that `need_bytes[i]` are free at every operator `i`, as far as the gaps go.
+    """Return the gaps to use so that `need_bytes[i]` are free at every operator `i`, as far as possible.
 
     Each leaves at the operator that lacks memory and stays away to the end of its gap: the gaps returned are the rest
     of those given. `may_leave` is asked about that rest; a storage it refuses once is not considered again.
@@ -54,7 +54,7 @@ def evictions(
 
 
 def oldest_first(problem: Problem, *, ahead_ops: int = 0) -> tuple[Gap, ...]:
-    """Return who leaves by age, of what comes back within the step; `ahead_ops` before memory lacks."""
+    """Return the gaps to use, oldest first, among those that end within the step; `ahead_ops` before memory lacks."""
     trace = problem.trace
     lack = [op.peak_bytes - problem.budget_bytes for op in trace.ops]
     need = [max(lack[index : index + ahead_ops + 1]) for index in range(len(lack))]

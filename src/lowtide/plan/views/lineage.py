@@ -25,7 +25,7 @@ def alive_when(trace: Trace, storage: int, op: int) -> bool:
 
 
 class Lineage:
-    """Who made a trace's storages."""
+    """The operators that made a trace's storages."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

@@ -1,6 +1,6 @@
 """The forward pass as recomputation papers see it: values, what each is made from, and which wait for backward.
 
-A *value* is all that one forward operator allocates, with whoever changes that in place afterwards. It costs the time
+A *value* is all that one forward operator allocates, with its later in-place operators. It costs the time
 of these operators and takes the bytes of what waits for backward. Values are numbered in the order they are made, so
 the numbers are a topological order. Parameters and the batch are given; what cannot be made again is given as well.
 """

@@ -24,7 +24,7 @@ _WAIT_S = 0.2  # how often a wait looks up to let Ctrl-C through
 
 
 class Place(Enum):
-    """Where a host copy's bytes are, and who pays.
+    """Where a host copy's bytes are, and which budget they count in.
 
     PINNED: in its slot (a copy out may still be filling it).
     GOING: in its slot, and being written to the file tier.

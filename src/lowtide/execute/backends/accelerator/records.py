@@ -1,4 +1,4 @@
-"""What the accelerator backend knows of a saved storage: where it is, who holds it, and which copies are under way.
+"""A saved storage as the accelerator backend sees it: its place, its holders, and pending copies.
 
 Note [Ends on a device]: as in the advisory backend, a record lives as long as a pack refers to it; no count is kept.
 Packs are closed by the garbage collector, on any thread, so closing one takes no lock: it pops a dictionary entry,
@@ -88,6 +88,6 @@ def same_version(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a storage's bytes as a tensor; whoever keeps it holds the storage."""
+    """Return a storage's bytes as a tensor; keeping it keeps the storage."""
     view = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return view.set_(storage, 0, (storage.nbytes(),), (1,))

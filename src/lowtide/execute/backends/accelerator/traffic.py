@@ -32,7 +32,7 @@ _open_backends: weakref.WeakSet[Traffic] = weakref.WeakSet()
 def check_free(device: torch.device) -> None:
     """Raise `BadArgument` if a device cannot be managed, or is already."""
     if not can_count_holders:
-        raise BadArgument(f"torch {torch.__version__} cannot tell who holds a storage: install 2.8 or later")
+        raise BadArgument(f"torch {torch.__version__} cannot report the holders of a storage: install 2.8 or later")
     if any(other._pid == os.getpid() and other.device == device for other in _open_backends):
         raise BadArgument(f"another tide is open on {device}: close it before opening a second one")
 
@@ -137,7 +137,7 @@ class Traffic:
         return view
 
     def _forget_copy(self, record: Record) -> None:
-        """Count a record as never copied: whoever has it may change it without autograd noticing (`x.data`)."""
+        """Count a record as never copied: the program may change it without autograd noticing (`x.data`)."""
         record.state = Residence.RESIDENT
         if record.copy is not None:
             self._host.release(record.copy)

@@ -179,7 +179,7 @@ class AdvisoryBackend(AskedByAllocator):
         return made
 
     def _hand_out(self, record: Record) -> None:
-        """Count a record as never written: whoever gets it may change it without autograd noticing (`x.data`)."""
+        """Count a record as never written: the program may change it without autograd noticing (`x.data`)."""
         record.handed_out = True
         if record.state is Residence.CLEAN:
             self._forget_copy(record)

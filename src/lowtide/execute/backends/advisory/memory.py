@@ -74,7 +74,7 @@ class StaticStorages:
 
 
 class AccountedMemory:
-    """The bytes of records and other storages, and their peak. Whoever uses it holds the backend's lock.
+    """The bytes of records and other storages, and their peak. Callers hold the backend's lock.
 
     `on_end` is called for each record that is gone, once its bytes are no longer counted.
     """
