@@ -155,7 +155,7 @@ def test_a_mask_that_came_back_changed_is_noticed(tmp_path: Path) -> None:
     tier = Encoded(Faulty(FileMedium([tmp_path]), script=[flip]))
     try:
         tier.write_at(0, page_aligned(bytes(MIB)))
-        with pytest.raises(SpillCorrupted, match="came back changed: these 32768 bytes are no zvc4 blob"):
+        with pytest.raises(SpillCorrupted, match="came back changed: these 32768 bytes are not a zvc4 blob"):
             read(tier, 0, MIB)
         assert read(tier, 0, MIB) == bytes(MIB)
     finally:
