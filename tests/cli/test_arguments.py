@@ -234,7 +234,7 @@ def test_an_output_that_is_another_file_of_the_command_is_refused(
     link.symlink_to(trace)
     before = script.read_bytes(), trace.read_bytes()
     names = {"script": script, "trace": trace, "link": link, "same": tmp_path / "same"}
-    assert "which would be lost" in refused(capsys, *(part.format(**names) for part in command))
+    assert "would overwrite another file" in refused(capsys, *(part.format(**names) for part in command))
     assert (script.read_bytes(), trace.read_bytes()) == before
     assert not (tmp_path / "same").exists()
 
