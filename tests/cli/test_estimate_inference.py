@@ -81,7 +81,7 @@ def test_a_checkpoint_of_a_known_model_is_estimated_for_training(
 def test_wrong_lines_are_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line, reason in (
         (["--inference"], "--inference needs --model"),
-        (["--checkpoint", str(checkpoint), "--model", "gpt2"], "names a model by itself"),
+        (["--checkpoint", str(checkpoint), "--model", "gpt2"], "already names a model"),
         (["--checkpoint", str(checkpoint), "--inference", "--tokens", "0"], "--tokens 0"),
         (["--checkpoint", str(checkpoint / "none"), "--inference"], "holds no safetensors file"),
     ):
