@@ -109,7 +109,8 @@ def platform_tag(libraries: Path) -> str:
                 if version > most:
                     raise SystemExit(f"{path} needs {name} {version}, {BASELINE} has {most}")
         # Of the C++ library, and without a version: the baseline's has no such function.
-        unknown = [line.split()[-1] for line in wanted if re.search(r"\s_ZN?K?St\w+$", line) and "(" not in line]
+        bare = [line for line in wanted if not re.search(r"\b(GLIBCXX|CXXABI)_[0-9]", line)]
+        unknown = [found[0] for line in bare if (found := re.search(r"\b_ZN?K?St\w+$", line))]
         if unknown:
             raise SystemExit(f"{path} needs {', '.join(unknown)}, which {BASELINE} does not have: see baseline.h")
     return "manylinux_" + "_".join(map(str, release)) + "_x86_64"

@@ -39,6 +39,7 @@ NOT_EXECUTED = {
     "make bench": "takes hours; tests/benchmarks runs its parts",
     "make docs": "its own step of .ci/run; tests/docs/test_site.py tests its parts",
     "make demo": "makes a new environment; tests/cli/test_demo.py runs `lowtide demo`",
+    "make wheel": "fetches two Debian roots and compiles for many minutes; tests/release tests its parts",
     "pip install": "changes the environment that the tests run in",
     "python benchmarks/": "takes minutes to hours; tests/benchmarks runs its parts",
     "python -m benchmarks.": "takes minutes to hours; tests/benchmarks runs its parts",

@@ -66,8 +66,12 @@ from lowtide.codecs import kernels
 from lowtide.compiled import is_shipped
 from lowtide.execute.observe import operators, touches
 from lowtide.memory import native
+from lowtide.paging import library as paging
+from lowtide.tiers import resp_engine
 kernels.use_portable(False)
 touches.can_take_blocks()
+paging.load()
+resp_engine._library()
 shipped = [is_shipped(native.load().path), is_shipped(operators.library_path())]
 print(json.dumps([lowtide.__file__, shipped]))
 """
@@ -92,3 +96,40 @@ def test_the_demo_is_exact_and_its_budget_is_enforced(run: Run) -> None:
     assert rows["finished"][1:] == ["yes", "no", "yes"]
     assert ADVISORY not in text
     assert "*" not in rows["peak of tensors"]
+
+
+def test_an_unknown_torch_without_a_compiler_is_told_in_one_line_and_trains_exactly(run: Run) -> None:
+    code = """
+import json, sys, warnings, torch
+torch.__version__ = "2.99.0"
+import lowtide
+
+def trained(budget):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def steps():
+        for _ in range(3):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if budget is None:
+        steps()
+        return model.weight.tolist(), None
+    with lowtide.fit(model, optimizer, budget=budget) as tide:
+        steps()
+        return model.weight.tolist(), tide.stats()["budget_exact"]
+
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    plain, _ = trained(None)
+    (once, exact), (twice, _) = trained("1GiB"), trained("1GiB")
+print(json.dumps([[str(each.message) for each in told], plain == once == twice, exact]))
+"""
+    (line,), same, enforced = json.loads(run("-c", code))
+    assert line.startswith("lowtide: the package has no library for torch 2.99.0, and no C++ compiler was found")
+    assert f"({Torch.here().released_minor})" in line
+    assert "the budget is only advisory" in line
+    assert len(line.splitlines()) == 1
+    assert same
+    assert not enforced
