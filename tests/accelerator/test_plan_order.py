@@ -188,7 +188,7 @@ def budget_of(net: str, share: float) -> int:
 def executed(net: str, policy: str, share: float, spill: Path) -> tuple[Problem, Plan, Log]:
     """Train until the plan is settled, and log one more step."""
     budget_bytes = budget_of(net, share)
-    gc.collect()  # a tide on a device is part of a cycle, and its model takes memory there
+    gc.collect()  # the first training of a process leaves cycles of PyTorch's own, and its model takes memory
     training = NETS[net]()
     budget = {"device": budget_bytes}
     with lowtide.fit(training.model, training.optimizer, budget=budget, spill=spill, policy=policy) as tide:

@@ -18,7 +18,7 @@ from lowtide.execute.observe.operators import is_aside
 from lowtide.execute.observe.touches import Touch
 from lowtide.execute.recompute.lending import Lending, Owned
 from lowtide.execute.step.driver import Driver
-from lowtide.execute.step.held import Owner, held_by
+from lowtide.execute.step.held import STATE, Owner, held_by
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
 
@@ -74,6 +74,10 @@ class Touching(Driver):
                 found = True
                 self._adopted(*adopted)
         return found
+
+    def adopt_state(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let optimizer state leave that was just made."""
+        self.adopt((tensor, STATE) for tensor in tensors)
 
     def _adopted(self, record: int, nbytes: int) -> None:
         with self._lock:

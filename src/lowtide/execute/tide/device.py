@@ -22,7 +22,6 @@ from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.traffic import link_seen
 from lowtide.execute.backends.oom_messages import concerns, may_be_refusal
 from lowtide.execute.backends.protocol import Usage
-from lowtide.execute.step.held import STATE
 from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.step.saved import UseWait
 from lowtide.execute.tide.feedback import Planned, Taught, Wait, executed
@@ -67,8 +66,6 @@ class DeviceTide(Tide):
         self._slices = SlicedUpdates(
             slice_bytes=self._budget_bytes // 8, whole_bytes=self._budget_bytes // 2, operators=True
         )
-        if self._backend.shells is not None:  # else the tide would hold itself for nothing, and the model with it
-            self._slices.made = self._made
         try:
             if recompute is None:
                 recompute = self._policy.about.recomputes
@@ -102,6 +99,8 @@ class DeviceTide(Tide):
         self._step_figures: dict[str, object] = {}
         self._static_bytes = self._held_bytes()
         if self._moves:
+            if self._backend.shells is not None:
+                self._slices.made = self._runtime.adopt_state
             self._slices.on()
         self._opened()
 
@@ -131,9 +130,6 @@ class DeviceTide(Tide):
         self._recorder.know(optimizer)
         if self._moves:
             self._runtime.know_holders([optimizer])
-
-    def _made(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._runtime.adopt((tensor, STATE) for tensor in tensors)
 
     def know_models(self, models: Sequence[torch.nn.Module]) -> None:
         self._recorder.know_models(models)

@@ -151,8 +151,9 @@ class Traffic:
             self._watched[record] = None
 
     def look(self) -> None:
-        """Note which records nobody else holds any more."""
+        """Note which records are no more, and which nobody else holds any more."""
         with self._lock:
+            self._collect_ends()
             for number in list(self._watched):
                 record = self._records.get(number)
                 if record is None:
@@ -166,7 +167,6 @@ class Traffic:
         with self._lock:
             self._host.settle()
             self._settle()
-            self._collect_ends()
             self.look()
             events = list(self._happened)
             self._happened.clear()
