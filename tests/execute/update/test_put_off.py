@@ -23,27 +23,14 @@ from torch import Tensor
 import lowtide
 from lowtide.core.trace import Kind
 from lowtide.tiers import Direction, Fault, FaultKind, Faulty, FileMedium
+from tests.execute.update.optimizers import FUSED, OPTIMIZERS
 
 WIDTH, LAYERS = 256, 6
 BUDGET = 6 * WIDTH * WIDTH * 4  # of 24 such tensors of parameters, gradients and moments
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adadelta": (torch.optim.Adadelta, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "adam": (torch.optim.Adam, {"amsgrad": True}),
-    "adamax": (torch.optim.Adamax, {}),
-    "adamw": (torch.optim.AdamW, {}),
-    "adamw_maximize": (torch.optim.AdamW, {"maximize": True}),
-    "asgd": (torch.optim.ASGD, {}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "rprop": (torch.optim.Rprop, {}),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-}
 # What they do is not element by element, or changes small tensors beside the large ones.
 AT_ONCE = (("asgd", "foreach", False), ("adagrad", "fused", True))
 FORMS = [(name, "foreach", value) for name in OPTIMIZERS for value in (False, True)] + [
-    (name, "fused", True) for name in ("adagrad", "adam", "adamw", "sgd")
+    (name, "fused", True) for name in FUSED
 ]
 
 

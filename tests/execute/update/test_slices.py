@@ -13,33 +13,19 @@ import torch
 
 import lowtide
 from lowtide.execute.update.slices import SlicedUpdates
+from tests.execute.update.optimizers import FUSED, OPTIMIZERS
 
 SGD = import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
 WIDTH, LAYERS, STEPS = 256, 6, 4
 
-FOREACH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adadelta": (torch.optim.Adadelta, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "adam": (torch.optim.Adam, {"amsgrad": True}),
-    "adamax": (torch.optim.Adamax, {}),
-    "adamw": (torch.optim.AdamW, {}),
-    "adamw_maximize": (torch.optim.AdamW, {"maximize": True}),
-    "asgd": (torch.optim.ASGD, {}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "rprop": (torch.optim.Rprop, {}),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-}
-FUSED = {name: FOREACH[name] for name in ("adagrad", "adam", "adamw", "sgd")}
-FORMS = [(name, "foreach") for name in FOREACH] + [(name, "fused") for name in FUSED]
+FORMS = [(name, "foreach") for name in OPTIMIZERS] + [(name, "fused") for name in FUSED]
 
 
 def training(name: str, form: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = torch.nn.Sequential(*layers)
-    kind, options = FOREACH[name]
+    kind, options = OPTIMIZERS[name]
     half = len(layers) // 2
     groups = [
         {"params": [p for layer in layers[:half] for p in layer.parameters()], "lr": 1e-3},
