@@ -275,6 +275,79 @@ def test_what_a_program_writes_comes_after_the_update(tmp_path: Path) -> None:
     assert_equal(stock, late)
 
 
+@pytest.mark.parametrize("at", [0, -1], ids=["the first", "the last"])
+def test_a_gradient_that_is_written_through_an_address_was_read_before(at: int, tmp_path: Path) -> None:
+    """Nobody announces that; what an update reads is read-only until it has run."""
+
+    def step(training: Training) -> None:
+        training.forward_and_back()
+        training.optimizer.step()
+
+    stock, late = Training().steps(2), built_inside(tmp_path)
+    with lowtide.init(budget=BUDGET, spill=tmp_path):
+        for parameter in late.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    address = late.model[at].weight.grad.data_ptr()
+    with fitted(late, tmp_path) as tide:
+        for _ in range(2):
+            with tide.step():
+                step(late)
+                late.optimizer.zero_grad(set_to_none=False)
+        with tide.step():
+            step(late)
+            written, late_calls = ctypes.c_float.from_address(address), waiting(tide)
+            assert late_calls == LAYERS
+            written.value = 1e6
+            assert waiting(tide) == LAYERS - 1
+            late.optimizer.zero_grad(set_to_none=False)
+    step(stock)
+    assert_equal(stock, late)
+
+
+@contextmanager
+def put_off(tide: Any) -> Iterator[None]:
+    native = tide.memory.native
+    native.put_off(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        native.put_off(0)
+
+
+def _raw(tensor: Tensor) -> object:
+    return tensor[:2].tolist()
+
+
+@pytest.mark.parametrize("look", [_raw, Tensor.sum, Tensor.numpy], ids=["raw", "operator", "numpy"])
+@pytest.mark.parametrize("lists", [False, True], ids=["tensors", "lists"])
+def test_what_an_operator_that_is_put_off_makes_may_be_kept(
+    look: Callable[[Tensor], object], lists: bool, tmp_path: Path
+) -> None:
+    """It has no bytes until somebody looks; what is made from it is made in passing where nobody keeps it."""
+
+    def made(first: Tensor, second: Tensor) -> list[Tensor]:
+        if lists:
+            doubled = torch._foreach_mul([first, second], 2.0)
+            return [*doubled, *torch._foreach_add(torch._foreach_sqrt(torch._foreach_abs(doubled)), 1.0)]
+        doubled = first * 2
+        return [doubled, doubled.abs().sqrt() + second]
+
+    training = built_inside(tmp_path)
+    with fitted(training, tmp_path) as tide:
+        training.steps(1, tide.step)
+        weights = [training.model[at].weight.detach() for at in range(2)]
+        expected = [value.clone() for value in made(*weights)]
+        before = waiting(tide)
+        with put_off(tide):
+            found = made(*weights)
+        assert waiting(tide) > before
+        for mine, theirs in zip(reversed(found), reversed(expected), strict=True):
+            assert str(look(mine)) == str(look(theirs))
+            assert torch.equal(mine, theirs)
+        assert waiting(tide) == before
+
+
 def test_an_in_place_change_of_a_saved_parameter_is_noticed_as_ever(tmp_path: Path) -> None:
     def run(training: Training) -> None:
         hidden = training.model[0](torch.randn(4, WIDTH)) ** 2
