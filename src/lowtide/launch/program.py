@@ -64,7 +64,7 @@ def _python(interpreter: str, arguments: Sequence[str]) -> Here | Beside:
     """Return how to run `python ...`: in this process where that is the same Python, told nothing special."""
     command = read_command(arguments)
     if command.main is Main.INPUT and command.name == "-" and not arguments:
-        raise BadArgument("'python' needs a script: name it after 'python', or leave out 'python'")
+        raise BadArgument("'python' needs a script: name the script after it, or leave out 'python'")
     same = Path(interpreter).absolute().parent == Path(sys.executable).absolute().parent
     plain = all(set(option[1:]) <= _HARMLESS for option in command.options)
     if same and plain and command.main in (Main.SCRIPT, Main.MODULE) and not command.is_launcher:
