@@ -25,7 +25,7 @@ def net() -> nn.Sequential:
 
 
 def train(parts: int, step: Any = nullcontext, *, steps: int = 3) -> list[torch.Tensor]:
-    model = train.model = net()  # type: ignore[attr-defined]
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, WIDTH, generator=generator)
