@@ -135,6 +135,9 @@ def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, r
         per_pass = statistics.median(read)
         line |= {
             "read_share_of_weights": per_pass / weights_bytes,
+            "read_share_of_minimum": per_pass
+            / max(1, statistics.median(answer.facts["least_read_bytes_per_pass"] for answer in found)),
+            "stalled_share": statistics.median(answer.facts["stalled_share"] for answer in found),
             "share_of_direct_rate": per_pass / pass_s / rate,
             "word_share_of_direct_rate": statistics.median(a.facts["read_bytes_per_word"] for a in found)
             / word_s

@@ -106,6 +106,13 @@ def _served(job: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
             yield model, None
 
 
+def _least_read_bytes(tide: Any) -> int:
+    """Return how much any plan has to read for the pass that was recorded, within the tide's budget."""
+    from lowtide.plan.costs.minimum import least_traffic
+
+    return least_traffic(tide.trace(), budget_bytes=tide.stats()["budget_bytes"]).read_bytes
+
+
 def main() -> None:
     """Do the job."""
     job = json.loads(sys.stdin.read())
@@ -124,16 +131,19 @@ def main() -> None:
         def read_bytes() -> int:
             return 0 if tide is None else tide.stats()["swapped_in_bytes"]
 
-        pass_s, first = [], 0
+        pass_s, first, stalled = [], 0, 0.0
         for index in range(_WARMUP + job["passes"]):
             if index == _WARMUP:
                 first = read_bytes()
+                stalled = 0.0 if tide is None else tide.stats()["stall_s"]
             began = time.perf_counter()
             logits = model(text, use_cache=False).logits
             pass_s.append(time.perf_counter() - began)
             digest.update(logits.float().numpy().tobytes())
             del logits
-        second = read_bytes()
+        second, least = read_bytes(), None if tide is None else _least_read_bytes(tide)
+        if tide is not None:
+            stalled = (tide.stats()["stall_s"] - stalled) / sum(pass_s[_WARMUP:])
         word_s, past, word, third = [], None, text[:, :1], 0
         for index in range(_WARMUP + job["words"]):
             if index == _WARMUP:
@@ -158,6 +168,8 @@ def main() -> None:
             facts["written_bytes"] = tide.stats()["swapped_out_bytes"]
             facts["stall_s"] = tide.stats()["stall_s"]
             facts["faults"] = tide.stats()["faults"]
+            facts["least_read_bytes_per_pass"] = least
+            facts["stalled_share"] = stalled
         print(json.dumps(facts))
 
 

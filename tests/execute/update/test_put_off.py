@@ -277,7 +277,7 @@ def test_what_a_program_writes_comes_after_the_update(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, -1], ids=["the first", "the last"])
 def test_a_gradient_that_is_written_through_an_address_was_read_before(at: int, tmp_path: Path) -> None:
-    """Nobody announces that; what an update reads is read-only until it has run."""
+    """No operator announces the write: a fault runs the update that still has to read the gradient."""
 
     def step(training: Training) -> None:
         training.forward_and_back()
