@@ -187,13 +187,12 @@ class CpuTide(Tide):
         self._peaks = (max(self._peaks[0], usage.peak_bytes), max(self._peaks[1], usage.peak_reserved_bytes))
         memory.native.reset_peaks()
         self._static_bytes = usage.held_bytes
-        self._announced = True
-        if self._moves_nothing or self._learning.records:
-            self._recorder.start(static_bytes=usage.held_bytes)
-        else:
-            elsewhere = usage.counted.away + usage.counted.slow
-            self._announced = self._timed or self._under_pressure or elsewhere > 0
+        recorded = self._moves_nothing or self._learning.records
+        elsewhere = usage.counted.away + usage.counted.slow > 0
+        self._announced = recorded or self._timed or self._under_pressure or elsewhere
         memory.announce(self._announced)
+        if recorded:
+            self._recorder.start(static_bytes=usage.held_bytes)
         memory.native.grad_forget()
         self._to_come_bytes = 0
         memory.sound(True)
