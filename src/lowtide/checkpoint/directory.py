@@ -50,6 +50,15 @@ class Directory:
         _sync_directory(self.path)
         self.before = manifest
 
+    @property
+    def committed(self) -> bool:
+        """Whether the new state is the saved one."""
+        return self.before is not None and self.before.generation == self.generation
+
+    def look_again(self) -> None:
+        """Learn which state is the saved one after an error: the manifest may have been replaced before it."""
+        self.before = read_manifest(self.path) if (self.path / NAME).exists() else None
+
     def tidy(self) -> None:
         """Remove what belongs to no saved state."""
         kept = set() if self.before is None else set(self.before.files)
@@ -60,7 +69,7 @@ class Directory:
 
 @contextmanager
 def saving_to(path: Path) -> Iterator[Directory]:
-    """Open the directory for saving; after an error it is unchanged, and the error says so."""
+    """Open the directory for saving; after an error it holds a whole state, and the error says which."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -78,7 +87,8 @@ def saving_to(path: Path) -> Iterator[Directory]:
         directory.tidy()
     except BaseException as error:
         if directory is not None:
-            with suppress(OSError):
+            with suppress(OSError, CheckpointError):  # which of the files are needed is not known without a manifest
+                directory.look_again()
                 directory.tidy()
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise _failed(path, error, directory) from error
@@ -90,6 +100,8 @@ def saving_to(path: Path) -> Iterator[Directory]:
 def _failed(path: Path, error: OSError, directory: Directory | None) -> CheckpointError:
     if directory is None or directory.before is None:
         kept = "no state was saved there before"
+    elif directory.committed:
+        kept = "the new state is there and whole, but may be lost in a power failure"
     else:
         total = format_bytes(sum(directory.before.files.values()))
         kept = f"the state that was saved there before ({total}) is still there"

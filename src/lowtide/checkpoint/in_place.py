@@ -217,6 +217,11 @@ def files_of(path: Path) -> dict[str, tuple[Path, str]]:
                 index = json.loads((path / index_name).read_text())["weight_map"]
             except (ValueError, KeyError) as error:
                 raise CheckpointError(f"{path / index_name} is not an index of shards ({error})") from error
+            for file in sorted(set(index.values())):
+                held = _whole(path / file)
+                absent = [name for name, of in index.items() if of == file and name not in held]
+                if absent:
+                    raise CheckpointError(f"{path / file} has no '{absent[0]}', which {index_name} says it holds")
             return {name: (path / file, name) for name, file in index.items()}
         found = sorted(path.glob(pattern))
         if len(found) == 1:

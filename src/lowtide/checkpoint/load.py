@@ -64,7 +64,7 @@ class _Loading:
             if "model" in saved and isinstance(target, torch.nn.Module):
                 self._fill_model(target, saved["model"])
             elif "value" in saved or target is not None:
-                found[name] = load_object(name, target, self._decoded(saved))
+                found[name] = load_object(target, self._decoded(saved))
         if _is_whole(training, self._manifest):
             set_random_state(self._decoded(values["random"]))
         return values["steps"], found

@@ -81,6 +81,9 @@ def _state_of(name: str, value: Any) -> dict[str, Any]:
 
 # ---- the way back ----
 
+# Settings that learning-rate schedulers add to an optimizer's groups.
+_OF_SCHEDULERS = ("initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+
 
 def check_model(name: str, model: torch.nn.Module, saved: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
     """Raise `CheckpointMismatch` unless a saved state is this model's; `specs`: shape and type by tensor name."""
@@ -107,14 +110,23 @@ def check_model(name: str, model: torch.nn.Module, saved: Mapping[str, Any], spe
 
 
 def check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatch` unless a saved state has this optimizer's groups of parameters."""
+    """Raise `CheckpointMismatch` unless a saved state has this optimizer's groups of parameters and its settings."""
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
+    kind = type(optimizer).__name__
     if theirs != ours:
         raise CheckpointMismatch(
-            f"the checkpoint's {name} has groups of {theirs} parameters, this {type(optimizer).__name__} of {ours}. "
-            "Nothing was loaded"
+            f"the checkpoint's {name} has groups of {theirs} parameters, this {kind} of {ours}. Nothing was loaded"
         )
+    # One of another version of PyTorch may have more settings, or fewer; one of another kind has others.
+    own = {*optimizer.defaults, "params", *_OF_SCHEDULERS}
+    for group in saved["param_groups"]:
+        unknown, lacking = set(group) - own, set(optimizer.defaults) - set(group)
+        if unknown and lacking:
+            raise CheckpointMismatch(
+                f"the checkpoint's {name} is not this {kind}: it has {', '.join(sorted(unknown))} and lacks "
+                f"{', '.join(sorted(lacking))}. Nothing was loaded"
+            )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -130,24 +142,35 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 optimizer.state[parameter][key] = value.to(loaded.device)
 
 
-def load_object(name: str, target: Any, state: Mapping[str, Any]) -> Any:
+def load_object(target: Any, state: Mapping[str, Any]) -> Any:
     """Give an object its state, and return the value of one that is plain."""
     if "value" in state:
         return state["value"]
-    if "generator" in state and isinstance(target, torch.Generator):
+    if "generator" in state:
         target.set_state(state["generator"])
-    elif "state" in state and hasattr(target, "load_state_dict"):
-        target.load_state_dict(state["state"])
     else:
-        raise CheckpointMismatch(f"the checkpoint's '{name}' is not the state of a {type(target).__name__}")
+        target.load_state_dict(state["state"])
     return target
 
 
+def _takes(target: Any, state: Mapping[str, Any]) -> bool:
+    if "model" in state or isinstance(target, torch.nn.Module):
+        return "model" in state and isinstance(target, torch.nn.Module)
+    if "generator" in state or isinstance(target, torch.Generator):
+        return "generator" in state and isinstance(target, torch.Generator)
+    return hasattr(target, "load_state_dict")
+
+
 def check_objects(objects: Mapping[str, Any], saved: Mapping[str, Any], *, all_wanted: bool) -> None:
-    """Raise `CheckpointMismatch` if an object has no saved state, or a saved state has no object."""
+    """Raise `CheckpointMismatch` if an object has no saved state or another kind's, or a saved state no object."""
     missing = [name for name, value in objects.items() if value is not None and name not in saved]
     if missing:
         raise CheckpointMismatch(f"the checkpoint has no state for {', '.join(missing)}. Nothing was loaded")
+    for name, target in objects.items():
+        if target is not None and "value" not in saved[name] and not _takes(target, saved[name]):
+            raise CheckpointMismatch(
+                f"the checkpoint's '{name}' is not the state of a {type(target).__name__}. Nothing was loaded"
+            )
     wanting = [name for name, state in saved.items() if "value" not in state and name not in objects]
     if wanting and all_wanted:
         example = ", ".join(f"{name}=..." for name in wanting)

@@ -9,14 +9,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from lowtide.checkpoint.safe_open import opening_in_place
 from lowtide.core.step_record import StepRecord
 from lowtide.errors import BadArgument
+from lowtide.execute.tide.cpu import CpuTide
 from lowtide.execute.tide.fit import open_tide
 from lowtide.execute.tide.serving import serving
 from lowtide.execute.tide.tide import Tide
@@ -125,7 +127,8 @@ def inside(
             if run.iterations is None
             else stepping(tide, iterations=run.iterations, on_forked_step=on_forked_step)
         )
-        with steps, tide.turning_refusals_into_errors():
+        in_place = opening_in_place(tide.memory) if isinstance(tide, CpuTide) else nullcontext()
+        with steps, in_place, tide.turning_refusals_into_errors():
             yield run
 
 

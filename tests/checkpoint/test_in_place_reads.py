@@ -1,0 +1,58 @@
+"""Files at any offset are not read beyond their pages; an index has to tell the truth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import lowtide
+from lowtide.errors import CheckpointError
+from lowtide.memory import ranges
+from tests.execute.training import away_bytes
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def nothing_lingers() -> Iterator[None]:
+    yield
+    if ranges._lingering is not None:
+        lowtide.fit(budget="1GiB", policy="lru").close()
+    assert away_bytes() == 0
+
+
+def read_bytes() -> int:
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(rows["rchar"])
+
+
+def test_a_tensor_that_begins_inside_a_page_costs_two_pages_more_at_most(tmp_path: Path) -> None:
+    stock = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    save_file(stock.state_dict(), tmp_path / "a.safetensors", metadata={"pad": "x" * 333})
+    with lowtide.init(budget=4 * MIB, spill=tmp_path):
+        model = lowtide.load(
+            lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))), tmp_path / "a.safetensors"
+        )
+        with torch.no_grad():
+            model[1](torch.ones(1, 512))  # whatever is imported first
+            before = read_bytes()
+            model[5](torch.ones(1, 512))
+            read = read_bytes() - before
+    assert MIB <= read <= MIB + 3 * 4096
+
+
+def test_an_index_that_names_what_its_shard_does_not_hold_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model-0.safetensors")
+    index = {"weight": "model-0.safetensors", "bias": "model-0.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError):
+        lowtide.load(model, tmp_path)
+    assert torch.equal(model.weight, before)
