@@ -109,12 +109,13 @@ def test_random_models_train_to_the_same_bits(opened: Opened, seed: int) -> None
             if seed % 5 == 0:
                 native.leave_all()  # nobody announces operators: once for each step
 
-        got = train(seed, begin, native.step_end)
+        assert train(seed, begin, native.step_end) == want
+        # On a slow disk all that leaves may be called back before it is written.
+        while engine.counted.read + engine.counted.faults == 0:
+            assert train(seed, begin, native.step_end) == want
         native.stress(0, 0)
     finally:
         torch.set_num_threads(before)
-    assert got == want
-    assert engine.counted.read + engine.counted.faults > 0  # what leaves may be called back before it is written
     assert engine.memory.take_errors() == (None, "")
 
 
