@@ -243,6 +243,9 @@ def _print(findings: list[Finding]) -> None:
 
     colours = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
     table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in ("verdict", "what"):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path is shown whole
     for finding in findings:
         detail = Text(finding.detail)
         if finding.fix:

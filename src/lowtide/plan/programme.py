@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
@@ -32,6 +33,11 @@ class Solution:
     def told(self) -> str:
         """Return the solver, the gap and the time in words, for a plan's notes."""
         return f"{self.solver}: objective {self.objective:.6g} s, gap {self.gap:.2%}, {self.seconds:.2f} s"
+
+
+def has_solver() -> bool:
+    """Tell whether programmes can be solved: the solver may be missing where a package was installed without it."""
+    return find_spec("highspy") is not None
 
 
 class Programme:
@@ -67,7 +73,7 @@ class Programme:
             highspy: Any = import_module("highspy")  # its stubs are not complete, and it may be absent
         except ImportError:
             raise BadArgument(
-                "this policy solves integer programmes with HiGHS: install it with pip install 'lowtide[ilp]'"
+                "HiGHS is missing, which solves integer programmes here: install it with pip install highspy"
             ) from None
         model = highspy.Highs()
         model.setOptionValue("output_flag", False)

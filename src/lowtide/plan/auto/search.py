@@ -29,9 +29,11 @@ from lowtide.plan.auto.choose import (
     longest_first,
     worth_trying,
 )
+from lowtide.plan.auto.cover import cheapest_cover
 from lowtide.plan.auto.layout import Course, lay_out
 from lowtide.plan.auto.mix import Discarding, Mix, narrowed, swaps_only
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.minimum import least_traffic
 from lowtide.plan.costs.sweep import Outcome, Sweep
 
 # The share of the budget that plans leave free where that costs nothing.
@@ -49,6 +51,16 @@ MARGINS = (1.0, inf, 3.0, 0.0)
 EVALUATED_ITEMS = 400_000
 LEAST_EVALUATIONS = 3
 LEAST_EVALUATIONS_OF_TWO = 2  # steps: where pages move
+# Where pages move, a plan that moves at most `NEAR_LEAST` of the least wins, even where it takes this share longer: the
+# seconds are predicted, transfers beside operators take cores that the prediction does not charge, and writes wear a
+# disk out. In steps that only read, plans differ most in traffic.
+NEGLIGIBLE_FOR_TRAFFIC = 0.005
+NEGLIGIBLE_FOR_READS = 0.03
+NEAR_LEAST = 1.08
+# The room that is kept free to read ahead into, in units of the largest storage that is read.
+READ_AHEAD = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
+STREAM_EVALUATIONS = 96
+STREAM_SIZES = 3
 # What part of the link's work recomputation takes over, in turn.
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.1, 0.4, 0.6, 0.9)
 SPLITS = 6
@@ -84,6 +96,8 @@ class Search:
             excess_bytes = max(0, max(facts.peak_bytes, default=0) - problem.budget_bytes)
             self.comfort_bytes = max(self.comfort_bytes, int(problem.budget_bytes - HEADROOM * excess_bytes))
         self.tried: list[Attempt] = []
+        # Whether what a step only reads is enough to be away: as weights in inference.
+        self.only_reads = facts.periodic and bool(self._sizes_that_suffice([*filter(self._is_clean, self.found)]))
         self.by_gap = {one.gap: one for one in self.found}
         self.of_storage: dict[int, list[Candidate]] = {}
         for one in self.found:
@@ -105,6 +119,97 @@ class Search:
                 spared = self.facts.periodic and target_bytes < self.problem.budget_bytes
                 if self.settled() and not spared:
                     return
+
+    def stream(self) -> None:
+        """Try to keep a fixed part of what a step only reads, and to read the rest again in every step.
+
+        Each storage is used once a step and then not for a whole step: whatever is not kept is read once, so that the
+        traffic is what does not fit, and the room to read ahead into. What is read is small, as the largest of it
+        decides how much room that takes, and spread evenly over the step, so that the link always has work.
+        """
+        if not self.only_reads:
+            return
+        clean = [one for one in self.found if self._is_clean(one)]
+        self.evaluations_left = min(STREAM_EVALUATIONS, self.most_evaluations)
+        for largest_bytes in self._sizes_that_suffice(clean):
+            small = [one for one in clean if one.worthwhile and one.nbytes <= largest_bytes]
+            in_order = sorted(small, key=lambda one: (one.gap.before_op % self.facts.count, one.gap))
+            place = {one.gap: _reversed_bits(k) for k, one in enumerate(in_order)}
+
+            def evenly(one: Candidate, place: dict[Gap, float] = place) -> tuple[float, ...]:
+                if not one.returns:
+                    return (0.0, 0.0, 0.0)
+                return (1.0, 0.0, place[one.gap]) if one.gap in place else (2.0, one.nbytes, 0.0)
+
+            def smallest(one: Candidate, place: dict[Gap, float] = place) -> tuple[float, ...]:
+                if not one.returns:
+                    return (0.0, 0.0, 0.0)
+                return (1.0, one.nbytes, place[one.gap]) if one.gap in place else (2.0, one.nbytes, 0.0)
+
+            for rank in (evenly, smallest):
+                for share in READ_AHEAD:
+                    if self.evaluations_left <= 0:
+                        return
+                    self._streamed(rank, target_bytes=self.problem.budget_bytes - int(share * largest_bytes))
+
+    def _is_clean(self, one: Candidate) -> bool:
+        """Tell whether a storage is never written in a step, and away from one use to that of the next step at most."""
+        return not self.facts.can_write(one.gap.storage) and self.problem.trace.lives_on(one.gap.storage)
+
+    def _sizes_that_suffice(self, clean: Sequence[Candidate]) -> list[int]:
+        """Return sizes, smallest first: with what is not larger away, the step fits."""
+        found = []
+        for largest_bytes in sorted({one.nbytes for one in clean if one.returns and one.worthwhile}):
+            cover = Curve([0] * self.facts.count)
+            cover.add_all(
+                (one.gap.after_op, one.gap.before_op, one.nbytes)
+                for one in clean
+                if not one.returns or one.nbytes <= largest_bytes
+            )
+            enough = zip(self.facts.peak_bytes, cover.values(), strict=True)
+            if all(peak - away <= self.problem.budget_bytes for peak, away in enough):
+                found.append(largest_bytes)
+            if len(found) == STREAM_SIZES:
+                break
+        return found
+
+    def _streamed(self, rank: Rank, *, target_bytes: int) -> None:
+        """Choose for a target, lay out, and lay out again in the step as it was predicted."""
+        need = [peak - target_bytes for peak in self.facts.peak_bytes]
+        chosen = choose(self.found, need_bytes=need, rank=rank)
+        course = None
+        for _ in range(2):
+            self.evaluations_left -= 1
+            swaps = lay_out(self.problem, self.facts, chosen, comfort_bytes=self.problem.budget_bytes, course=course)
+            outcome = self._judge(swaps, (), mix=swaps_only(chosen))
+            course = Course(start_s=outcome.begin_s, peak_bytes=self.facts.peak_bytes)
+
+    def cover(self) -> None:
+        """Try the swaps that wait least for the link by a linear programme, where every byte is moved in every step."""
+        if not self.facts.periodic:
+            return
+        for target_bytes in (self.problem.budget_bytes, self.comfort_bytes):
+            need = [peak - target_bytes for peak in self.facts.peak_bytes]
+            cover = cheapest_cover(self.found, self.facts, need)
+            if cover is None:
+                return
+            chosen = choose(self.found, need_bytes=need, rank=cover.rank())
+            swaps = tuple(
+                Swap(gap=one.gap, fetch_op=self._nameable(one.gap, cover.fetch_op[one.gap]), tier=self.problem.tier)
+                for one in chosen
+            )
+            outcome = self._judge(swaps, (), mix=swaps_only(chosen))
+            for _ in range(ROUNDS):
+                course = Course(start_s=outcome.begin_s, peak_bytes=self.facts.peak_bytes)
+                comfort_bytes = self.problem.budget_bytes
+                swaps = lay_out(self.problem, self.facts, chosen, comfort_bytes=comfort_bytes, course=course)
+                before_s, outcome = outcome.prediction.step_s, self._judge(swaps, (), mix=swaps_only(chosen))
+                if outcome.prediction.step_s > before_s * (1 - NEGLIGIBLE):
+                    break
+
+    def _nameable(self, gap: Gap, op: int) -> int:
+        """Return an operator at which a gap's storage can be asked back: as wished, or the one that uses it."""
+        return op if self.facts.can_name(gap.storage, op) else gap.before_op
 
     def discard(self) -> None:
         """Try recomputation in the place of the transfers that are dearest compared to it."""
@@ -150,7 +255,7 @@ class Search:
         return choose(self.found, need_bytes=need, rank=cheapest_first)
 
     def compete(self, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = ()) -> None:
-        """Let a plan of somebody else's take part, with its reads where they are, to be laid out anew, and improved."""
+        """Let a plan of another policy take part, with its reads where they are, laid out again, and improved."""
         wholes = [self._whole(swap.gap) for swap in swaps] + [self._whole(one.gap) for one in recomputes]
         mix = None
         if None not in wholes and len(set(wholes)) == len(wholes):
@@ -263,8 +368,31 @@ class Search:
         """Return the attempt that moves least among the fastest."""
         fits = [one for one in self.tried if one.prediction.peak_bytes <= self.problem.budget_bytes] or self.tried
         fastest_s = min(self.watched_s(one) for one in fits)
+        if frugal := self._frugal(fits, fastest_s):
+            fits, fastest_s = frugal, min(self.watched_s(one) for one in frugal)
         close = [one for one in fits if self.watched_s(one) <= fastest_s * (1 + NEGLIGIBLE)]
         return min(close, key=lambda one: (self._moved_bytes(one.prediction), one.prediction.step_s))
+
+    def _frugal(self, fits: Sequence[Attempt], fastest_s: float) -> list[Attempt]:
+        """Return the attempts that move not much more than they have to, and hardly take longer."""
+        swapping = [one for one in fits if not one.recomputes]
+        if not self.facts.periodic or not swapping:
+            return []
+        budget_bytes = self.problem.budget_bytes
+        if self.only_reads:
+            share, least_bytes = (
+                NEGLIGIBLE_FOR_READS,
+                least_traffic(self.problem.trace, budget_bytes=budget_bytes).read_bytes,
+            )
+        else:
+            # Covers move hardly more than any plan has to.
+            share, least_bytes = NEGLIGIBLE_FOR_TRAFFIC, min(self._moved_bytes(one.prediction) for one in swapping)
+        return [
+            one
+            for one in swapping
+            if self._moved_bytes(one.prediction) <= NEAR_LEAST * least_bytes
+            and self.watched_s(one) <= fastest_s * (1 + share)
+        ]
 
     def _moved_bytes(self, prediction: Prediction) -> int:
         """Return the traffic that counts: what is read is not what was written where bytes may be clean."""

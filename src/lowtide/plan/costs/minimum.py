@@ -8,12 +8,16 @@ fits, are a bound for every plan; the highest of all operators' bounds is the bo
 Reads have a second bound. Of the storages that a plan reads, the largest is there at the operator that it is read for;
 everything that has to be absent at that operator is read too, beside it.
 
-The bound is about bytes, not time: a plan that hides its transfers holds some bytes longer and moves others instead. It
-counts swaps that travel as they are; recomputation and codecs move fewer.
+A linear programme looks at all operators together (`least_total_bytes`): where little fits, operators need different
+bytes absent, and one operator's bound says too little. It takes a solver, and seconds where steps are long.
+
+The bounds are about bytes, not time: a plan that hides its transfers holds some bytes longer and moves others instead.
+They count swaps that travel as they are; recomputation and codecs move fewer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,6 +28,9 @@ from numpy.typing import NDArray
 
 from lowtide.core.trace import Reach, Trace
 from lowtide.plan.costs.sweep import ends_unused
+from lowtide.plan.programme import Programme
+
+_SOLVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,49 @@ def least_traffic(trace: Trace, *, budget_bytes: int) -> LeastTraffic:
         written_bytes=int(np.minimum(np.maximum(need - away[:, 0].sum(axis=0), 0), away[:, 1].sum(axis=0)).max()),
         total_bytes=max(read_bytes, int((cheap + 2 * dear).max())),
     )
+
+
+def least_total_bytes(trace: Trace, *, budget_bytes: int) -> int | None:
+    """Return the least that a step has to read and write together, where pages move (None: no swaps make it fit).
+
+    Each gap has a share from 0 to 1 that is away, read back once; all gaps between two writes of a storage share one
+    write, of the largest of their shares.
+    """
+    count, ends = len(trace.ops), ends_unused(trace)
+    unit = max([op.peak_bytes - budget_bytes for op in trace.ops], default=0)  # a solver's tolerances are absolute
+    if unit <= 0:
+        return 0
+    writers: dict[int, list[int]] = {}
+    for index, op in enumerate(trace.ops):
+        for storage in set(op.writes):
+            writers.setdefault(storage, []).append(index)
+    programme = Programme()
+    changes: list[dict[int, float]] = [{} for _ in range(2 * count + 1)]
+    written: dict[tuple[int, int], int] = {}
+    for gap in trace.gaps():
+        part = trace.storages[gap.storage].nbytes / unit
+        share = programme.variable(cost=part if ends.get(gap.storage) != gap.before_op else 0.0, upper=1.0)
+        changes[gap.after_op][share], changes[gap.before_op][share] = part, -part
+        since = bisect_left(writers.get(gap.storage, []), gap.after_op) - 1
+        if trace.lives_on(gap.storage):
+            if gap.storage not in writers:
+                continue
+            since %= len(writers[gap.storage])  # the last write of a step is that of the next one's beginning
+        if (epoch := (gap.storage, since)) not in written:
+            written[epoch] = programme.variable(cost=part, upper=1.0)
+        programme.at_least({written[epoch]: 1.0, share: -1.0}, 0.0)
+    # What is absent in each moment of two steps: an operator's are the two in which it may run.
+    absent: list[int] = []
+    for change in changes[:-1]:
+        absent.append(programme.variable())
+        before = {absent[-2]: 1.0} if len(absent) > 1 else {}
+        programme.at_least({absent[-1]: -1.0, **before, **change}, 0.0)
+    for index, op in enumerate(trace.ops):
+        if op.peak_bytes > budget_bytes:
+            lacking = (op.peak_bytes - budget_bytes) / unit
+            programme.at_least({absent[index]: 1.0, absent[index + count]: 1.0}, lacking)
+    solution = programme.solve(seconds=_SOLVE_S, gap=0.0, relaxed=True)
+    return None if solution is None else int(solution.bound * unit)
 
 
 def _beside_the_largest(read: Iterable[tuple[int, int, int]], lacking: NDArray[np.int64]) -> int:

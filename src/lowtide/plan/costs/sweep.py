@@ -44,7 +44,7 @@ def link_of(problem: Problem) -> Link:
 def ends_unused(trace: Trace) -> dict[int, int]:
     """Return the storages whose last gap ends without a use, and the operator at which it does.
 
-    They have been released by then, or nobody touches them all through the step: they do not come back.
+    They have been released by then, or no operator of the step touches them: they do not come back.
     """
     if trace.reach is Reach.TOUCHED:
         ends = {}
@@ -83,7 +83,7 @@ class Outcome:
 
     `short`: operators that waited for writes to land, with the bytes they lacked when they wanted to begin.
     `late`: positions in the swaps given whose operator waited for their read, with the seconds it waited.
-    `over`: operators that pass the budget all the same. `begin_s`: when each operator is reached, before it waits, and
+    `over`: operators that still exceed the budget. `begin_s`: when each operator is reached, before it waits, and
     when the step ends.
     """
 
@@ -625,7 +625,7 @@ class _Run:
         return self.landed_s[k]
 
     def _bring(self, k: int, clock: float) -> float:
-        """Return when the storage of swap `k` is back, reading it now if nobody has."""
+        """Return when the storage of swap `k` is back, reading it now if that has not begun."""
         if not self.comes_back[k]:
             return self.landed_s[k]
         if self.read_end_s[k] < 0:

@@ -1,12 +1,15 @@
 """The default: swaps the gaps whose transfers hide best, places every read, and leaves alone what fits.
 
-The search (plan/auto/search.py) tries swaps by several ranks and targets until nothing is left to gain. If stalls
+The search (plan/auto/search.py) tries swaps by several ranks and targets until nothing is left to gain, and where
+state moves those that a linear programme finds (plan/auto/cover.py). Of a step that
+only reads, as in inference, it also tries to keep a fixed part and to stream the rest. If stalls
 remain and operators can run again, it tries recomputation in the place of transfers. If stalls still remain, the
 classic policies compete as well, the best plans are polished, and the winner is improved gap by gap
 (plan/auto/exchange.py). If stalls remain and there are codecs, all of that is tried once more with every storage
 swapped through the codec that is fastest for it (plan/auto/encode.py). Where operators can read slow memory in place,
-the best plan of places competes (plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one that
-moves least wins.
+the best plan of places competes (plan/auto/placed.py). Among the plans within `NEGLIGIBLE` of the fastest, the one
+that moves least wins; where pages move, the fastest that moves about the least, within `NEGLIGIBLE_FOR_TRAFFIC` or, in
+a step that only reads, `NEGLIGIBLE_FOR_READS`.
 """
 
 from __future__ import annotations
@@ -99,6 +102,8 @@ class Auto:
         """Return a search that has come to its end; `before`: the best of one with other facts, which competes."""
         search = Search(problem, facts)
         search.swap()
+        search.cover()
+        search.stream()
         if problem.can_recompute and not search.settled():
             search.discard()
         if before is not None:
