@@ -79,3 +79,37 @@ def test_a_manifest_of_other_files_is_refused_before_anything_changes(tmp_path: 
     with pytest.raises(CheckpointCorrupted, match="Nothing was loaded"):
         lowtide.load_checkpoint(tmp_path / "1", model)
     assert torch.equal(model.weight, before)
+
+
+def test_everything_is_on_the_disk_before_the_name_that_makes_it_the_saved_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test can cut the power: this one looks at what was asked of the system, and when."""
+    path = tmp_path / "saved"
+    run = Run(depth=1)
+    lowtide.save_checkpoint(path, run.model, run.optimizer)
+    run.steps(1)
+    before = (path / "manifest.json").read_bytes()
+    on_disk: list[tuple[Path, int]] = []  # with the size that it had then
+    fsync, replace = os.fsync, os.replace
+
+    def syncing(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+
+    def replacing(source: Path, target: Path) -> None:
+        assert target == path / "manifest.json"
+        assert target.read_bytes() == before, "the old state's manifest was not touched"
+        new = [file for file in path.iterdir() if file.name.startswith("state-000002-")]
+        assert new
+        assert {(file, file.stat().st_size) for file in (*new, Path(source))} <= set(on_disk)
+        # The files' names come after their bytes and before the manifest's.
+        folder = [where for where, _ in on_disk].index(path)
+        assert {file for file, _ in on_disk[:folder]} == set(new)
+        on_disk.clear()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", replacing)
+    lowtide.save_checkpoint(path, run.model, run.optimizer)
+    assert [where for where, _ in on_disk] == [path], "the renaming is on the disk when a save returns"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -16,10 +18,14 @@ import torch
 from safetensors import safe_open
 
 torch.set_num_threads(1)
+path = sys.argv[1]
 with torch.device("meta"):
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
-with safe_open(sys.argv[1], "pt") as file:
-    state = {name: file.get_tensor(name) for name in file.keys()}
+if path.endswith(".pt"):
+    state = torch.load(path, mmap=True)
+else:
+    with safe_open(path, "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}
 model.load_state_dict(state, assign=True)
 del state
 x = torch.ones(1, 512)
@@ -29,11 +35,14 @@ with torch.no_grad():
 """
 
 
-def test_weights_of_a_checkpoint_are_read_in_place_and_count_in_the_budget(tmp_path: Path) -> None:
-    script, stats, weights = tmp_path / "infer.py", tmp_path / "stats.json", tmp_path / "weights.safetensors"
+@pytest.mark.parametrize(("name", "save"), [("weights.safetensors", save_file), ("weights.pt", torch.save)])
+def test_weights_of_a_checkpoint_are_read_in_place_and_count_in_the_budget(
+    name: str, save: Callable[..., None], tmp_path: Path
+) -> None:
+    script, stats, weights = tmp_path / "infer.py", tmp_path / "stats.json", tmp_path / name
     script.write_text(SCRIPT)
     torch.manual_seed(0)
-    save_file(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12))).state_dict(), weights)
+    save(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12))).state_dict(), weights)
     options = ("--budget", "6MiB", "--spill", str(tmp_path), "--serve", "--json", str(stats))
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "run", *options, str(script), str(weights)],

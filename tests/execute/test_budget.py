@@ -436,3 +436,51 @@ def test_under_a_memory_cgroup_plain_pytorch_is_killed_and_lowtide_run_gives_the
             procs.write_text(str(os.getpid()))
 
         assert_only_lowtide_fits(script, stock_losses, tmp_path, join)
+
+
+STATE_SCRIPT = """
+    import sys
+    import torch
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(3):
+        loss = model(torch.randn(32, 1024)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    open(sys.argv[1], "w").write(" ".join(map(str, losses)))
+"""
+STATE_BYTES = 24 * 4 * 4 * MIB  # parameters, gradients and two moments
+
+
+@pytest.mark.slow  # a minute
+def test_under_a_memory_cgroup_an_automatic_budget_trains_or_refuses_and_is_never_killed(
+    idle_bytes: tuple[int, int], tmp_path: Path
+) -> None:
+    """Its parameters and Adam's moments do not fit in any of these limits."""
+    script, expected = tmp_path / "train.py", tmp_path / "expected"
+    script.write_text(textwrap.dedent(STATE_SCRIPT))
+    assert python(script, expected).returncode == 0
+    ended = {}
+    for room in (32 * MIB, 96 * MIB, 160 * MIB, 224 * MIB, 272 * MIB):
+        out = tmp_path / f"losses {room}"
+        assert room < 3 * STATE_BYTES // 4
+        with memory_cgroup(idle_bytes[1] + room) as group:
+            procs = group / "cgroup.procs"
+
+            def join(procs: Path = procs) -> None:
+                procs.write_text(str(os.getpid()))
+
+            managed = python(
+                "-m", "lowtide.cli", "run", "--budget", "auto", "--spill", tmp_path, script, out, before=join
+            )
+        assert managed.returncode in (0, 2), (room, managed.returncode, managed.stderr)
+        assert "budget" in managed.stderr or managed.returncode == 0
+        if managed.returncode == 0:
+            assert out.read_text() == expected.read_text()
+        ended[room] = managed.returncode
+    assert ended[272 * MIB] == 0, "none of the limits lets it train: this shows little"

@@ -24,7 +24,7 @@ _NEW = f"{NAME}.new"
 
 
 class Directory:
-    """The directory while somebody saves to it; `before` is the state that it holds (None: none that is whole)."""
+    """The directory during a save; `before` is the state that it holds (None: no complete one)."""
 
     def __init__(self, path: Path, before: Manifest | None) -> None:
         self.path = path

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,35 +15,59 @@ import torch
 
 from lowtide.checkpoint.manifest import NAME as MANIFEST
 from lowtide.checkpoint.manifest import read_manifest
-from lowtide.checkpoint.shard import DTYPES, ShardReader, Stored
+from lowtide.checkpoint.shard import TYPES, ShardReader, Stored
 from lowtide.checkpoint.tensor_bytes import to_fill
 from lowtide.checkpoint.torch_file import is_torch_file, tensors_of
 from lowtide.errors import BadArgument, CheckpointError, CheckpointMismatch
 from lowtide.memory import ranges
-from lowtide.memory.ranges import InFile, RangeMemory, Source, Widening
+from lowtide.memory.ranges import Conversion, InFile, RangeMemory, Source
 
 M = TypeVar("M", bound=torch.nn.Module)
 
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
-_WIDENED = {torch.bfloat16: Widening.BFLOAT16, torch.float16: Widening.HALF}
-# The files of weights that a folder may hold, the first kind before the others, and their indices.
-_KINDS = {
-    "*.safetensors": "model.safetensors.index.json",
-    "pytorch_model*.bin": "pytorch_model.bin.index.json",
+# By the type in the file and the one in memory.
+_CONVERSIONS = {
+    (torch.bfloat16, torch.float32): Conversion.FROM_BFLOAT16,
+    (torch.float16, torch.float32): Conversion.FROM_HALF,
+    (torch.float32, torch.bfloat16): Conversion.TO_BFLOAT16,
+    (torch.float32, torch.float16): Conversion.TO_HALF,
 }
+# The files of weights that a folder may hold, the first kind before the others: the usual name of one that holds all,
+# what shards are called, and their index.
+_KINDS = (
+    ("model.safetensors", "*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model*.bin", "pytorch_model.bin.index.json"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where a model's tensor is: the name of it in a file, and its type and shape where the file cannot say them."""
+
+    file: Path
+    key: str
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+
+    def described(self, stored: Stored) -> Stored:
+        """Return what the file says of the tensor, put right."""
+        return stored if self.dtype is None else replace(stored, dtype=self.dtype, shape=self.shape)
 
 
 class InPlaceFile:
     """A file whose tensors are made without being read; `memory` is where their ranges are."""
 
-    def __init__(self, path: Path, memory: RangeMemory | None) -> None:
+    def __init__(self, path: Path, memory: RangeMemory | None, located: Iterable[Located] = ()) -> None:
         self.path = path
         self._memory = memory
         self._reader = reader_of(path)
-        self.tensors: Mapping[str, Stored] = self._reader.tensors
-        self._names = [name for name, stored in self.tensors.items() if stored.dtype in _TYPES]
+        known = {one.key: one for one in located}
+        self.tensors: Mapping[str, Stored] = {
+            name: known[name].described(stored) if name in known else stored
+            for name, stored in self._reader.tensors.items()
+        }
+        self._names = [name for name, stored in self.tensors.items() if stored.dtype in TYPES]
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._sources: dict[bool, Source] = {}
+        self._sources: dict[torch.dtype | None, Source] = {}
         self._lock = threading.Lock()
 
     def knows(self, name: str) -> bool:
@@ -52,9 +77,9 @@ class InPlaceFile:
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor in the file."""
         stored = self.tensors[name]
-        if stored.dtype not in _TYPES:
-            raise CheckpointError(f"'{name}' in {self.path} is of type {stored.dtype}, which is not read in place")
-        return _TYPES[stored.dtype]
+        if stored.dtype not in TYPES:
+            raise CheckpointError(f"'{name}' in {self.path} is of type {stored.dtype}, which PyTorch does not have")
+        return TYPES[stored.dtype]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor of the file, as it is there."""
@@ -63,40 +88,42 @@ class InPlaceFile:
         return tensor
 
     def give(self, name: str, tensor: torch.Tensor) -> None:
-        """Have a tensor's bytes be those of the file's, widened if its type is; a small one is read at once."""
+        """Have a tensor's bytes be those of the file's, in its own type; a small one is read at once."""
         stored, dtype = self.tensors[name], self.dtype(name)
         if tuple(tensor.shape) != stored.shape:
             raise CheckpointMismatch(f"'{name}' is {list(stored.shape)} in {self.path}, and {list(tensor.shape)} here")
-        widened = tensor.dtype != dtype
+        converted = None if tensor.dtype == dtype else tensor.dtype
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        if whole and (not widened or (tensor.dtype == torch.float32 and dtype in _WIDENED)):
+        if whole and stored.stride is None and (converted is None or (dtype, converted) in _CONVERSIONS):
             memory = self._memory
-            if memory is not None and memory.refer(tensor, self._source(memory, widened=widened), self._numbers[name]):
+            if memory is not None and memory.refer(tensor, self._source(memory, converted), self._numbers[name]):
                 return
         self._read(stored, dtype, tensor)
 
-    def _source(self, memory: RangeMemory, *, widened: bool) -> Source:
-        """Return the source that tensors are in as they are, or as float32."""
+    def _source(self, memory: RangeMemory, converted: torch.dtype | None) -> Source:
+        """Return the source that tensors are in as they are, or as another type."""
         with self._lock:
-            if widened not in self._sources:
-                places = [self._place(self.tensors[name], widened=widened) for name in self._names]
-                self._sources[widened] = memory.read_in_place(self.path, places)
-            return self._sources[widened]
+            if converted not in self._sources:
+                places = [self._place(self.tensors[name], converted) for name in self._names]
+                self._sources[converted] = memory.read_in_place(self.path, places)
+            return self._sources[converted]
 
     @staticmethod
-    def _place(stored: Stored, *, widened: bool) -> InFile:
-        widening = _WIDENED.get(_TYPES[stored.dtype], Widening.NONE) if widened else Widening.NONE
-        nbytes = stored.nbytes * (1 if widening is Widening.NONE else 2)
-        return InFile(begin=stored.begin, nbytes=nbytes, widening=widening)
+    def _place(stored: Stored, converted: torch.dtype | None) -> InFile:
+        dtype = TYPES[stored.dtype]
+        conversion = Conversion.NONE if converted is None else _CONVERSIONS.get((dtype, converted), Conversion.NONE)
+        return InFile(begin=stored.begin, nbytes=conversion.in_memory(stored.nbytes), conversion=conversion)
 
     def _read(self, stored: Stored, dtype: torch.dtype, tensor: torch.Tensor) -> None:
-        read = tensor if tensor.dtype == dtype else torch.empty(stored.shape, dtype=dtype)
+        as_it_is = tensor.dtype == dtype and stored.stride is None
+        read = tensor if as_it_is else torch.empty(stored.nbytes // dtype.itemsize, dtype=dtype)
         with to_fill(read) as into:
             for _piece in self._reader.pieces(stored, into):
                 pass
-        if read is not tensor:
+        if not as_it_is:
+            found = read.view(stored.shape) if stored.stride is None else read.as_strided(stored.shape, stored.stride)
             with torch.no_grad():
-                tensor.copy_(read)
+                tensor.copy_(found)
 
     def close(self) -> None:
         """Close the file; tensors that are in it stay."""
@@ -112,16 +139,17 @@ def load(model: M | Callable[[], M], path: str | os.PathLike[str]) -> M:
 
     Inside `lowtide.init`, `lowtide.fit` or `lowtide.serve` weights are read when they are first used. Unchanged weights
     are never written to the spill; they are read from the file again. float16 and bfloat16 become float32 as they are
-    read, if the model has that type; other conversions are made while loading. Elsewhere all weights are read now.
+    read, and float32 becomes either, if the model has that type; other conversions are made while loading. Elsewhere
+    all weights are read now.
     """
     files = files_of(Path(path))
     memory = ranges.current()
     opened: dict[Path, InPlaceFile] = {}
     try:
-        for file in dict.fromkeys(file for file, _ in files.values()):
-            opened[file] = InPlaceFile(file, memory)
+        for file in dict.fromkeys(one.file for one in files.values()):
+            opened[file] = InPlaceFile(file, memory, [one for one in files.values() if one.file == file])
         made = _module_of(model)
-        _give_all(made, {name: (opened[file], key) for name, (file, key) in files.items()}, Path(path))
+        _give_all(made, {name: (opened[one.file], one.key) for name, one in files.items()}, Path(path))
     finally:
         for one in opened.values():
             one.close()
@@ -156,6 +184,7 @@ def _give_all(model: torch.nn.Module, stored: Mapping[str, tuple[InPlaceFile, st
                 f"{path} is not of this {type(model).__name__}: '{name}' is {list(file.tensors[key].shape)} there, "
                 f"{list(shape)} here"
             )
+        file.dtype(key)  # raises for one that is not known, before anything changes
     done: set[int] = set()
     for name, (file, key) in stored.items():
         value = wanted[name]
@@ -199,8 +228,8 @@ def without_values() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def files_of(path: Path) -> dict[str, tuple[Path, str]]:
-    """Return the tensors of a checkpoint by the names that a model has for them: the file, and the name there."""
+def files_of(path: Path) -> dict[str, Located]:
+    """Return where the tensors of a checkpoint are, by the names that a model has for them."""
     if path.is_file():
         return _whole(path)
     if (path / MANIFEST).exists():
@@ -210,19 +239,15 @@ def files_of(path: Path) -> dict[str, tuple[Path, str]]:
             raise CheckpointMismatch(f"{path} holds {len(models)} models: load it with lowtide.load_checkpoint")
         names = {name: value["of"] for name, value in models[0].items() if isinstance(value, dict) and "of" in value}
         entries = {name: manifest.tensors[of] for name, of in names.items()}
-        return {name: (path / entry.file, entry.key) for name, entry in entries.items()}
-    for pattern, index_name in _KINDS.items():
+        return {
+            name: Located(file=path / entry.file, key=entry.key, dtype=entry.dtype, shape=entry.shape)
+            for name, entry in entries.items()
+        }
+    for usual, pattern, index_name in _KINDS:
+        if (path / usual).exists():  # before any other, as Hugging Face has it
+            return _whole(path / usual)
         if (path / index_name).exists():
-            try:
-                index = json.loads((path / index_name).read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise CheckpointError(f"{path / index_name} is not an index of shards ({error})") from error
-            for file in sorted(set(index.values())):
-                held = _whole(path / file)
-                absent = [name for name, of in index.items() if of == file and name not in held]
-                if absent:
-                    raise CheckpointError(f"{path / file} has no '{absent[0]}', which {index_name} says it holds")
-            return {name: (path / file, name) for name, file in index.items()}
+            return _indexed(path, index_name)
         found = sorted(path.glob(pattern))
         if len(found) == 1:
             return _whole(found[0])
@@ -232,14 +257,29 @@ def files_of(path: Path) -> dict[str, tuple[Path, str]]:
     raise CheckpointError(f"{path} holds {what}: pass a file, or a folder with one or with an index")
 
 
+def _indexed(path: Path, index_name: str) -> dict[str, Located]:
+    try:
+        index = json.loads((path / index_name).read_text())["weight_map"]
+        if not index or not all(isinstance(file, str) for file in index.values()):
+            raise TypeError("its weight_map does not map names of tensors to names of files")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / index_name} is not an index of shards ({error})") from error
+    for file in sorted(set(index.values())):
+        held = _whole(path / file)
+        absent = [name for name, of in index.items() if of == file and name not in held]
+        if absent:
+            raise CheckpointError(f"{path / file} has no '{absent[0]}', which {index_name} says it holds")
+    return {name: Located(file=path / file, key=name) for name, file in index.items()}
+
+
 def reader_of(path: Path) -> ShardReader:
     """Return the reader of a file of tensors, by what is in it."""
     return ShardReader(path, tensors_of(path) if is_torch_file(path) else None)
 
 
-def _whole(path: Path) -> dict[str, tuple[Path, str]]:
+def _whole(path: Path) -> dict[str, Located]:
     with reader_of(path) as reader:
-        return {name: (path, name) for name in reader.tensors}
+        return {name: Located(file=path, key=name) for name in reader.tensors}
 
 
 def _some(names: Iterable[str]) -> str:

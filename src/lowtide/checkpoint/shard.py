@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,16 +43,28 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+# All that a table of tensors may name: what newer versions of the format can say besides, and PyTorch's own names.
+TYPES = {
+    **{name: dtype for dtype, name in DTYPES.items()},
+    "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    **{str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file: its type as the format names it, and where its bytes are, from the file's begin."""
+    """A tensor in a file: its type, a name of `TYPES`, and where its bytes are, from the file's begin.
+
+    `stride`: of one that does not lie there in row-major order, from its first number to its last (None: it does).
+    """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    stride: tuple[int, ...] | None = None
 
 
 def digest_of(pieces: Iterable[memoryview]) -> str:
@@ -95,7 +108,7 @@ class ShardWriter:
         file.seek(0)
         _write_all(file, memoryview(struct.pack("<Q", len(header)) + header))
         os.fsync(file.fileno())
-        # Nobody reads it again soon, and memory is short.
+        # It is not read again soon, and memory is short.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self.nbytes = self._payload_begin + self._written
 
@@ -150,8 +163,13 @@ class ShardReader:
                     name,
                     Stored(dtype=row["dtype"], shape=tuple(row["shape"]), begin=8 + length + begin, nbytes=end - begin),
                 )
+                if type(begin) is not int or type(end) is not int:
+                    raise ValueError(f"'{name}' from {begin} to {end}")
                 if not 0 <= begin <= end <= self.nbytes - 8 - length:
                     raise damaged(self.path, f"'{name}' reaches past its end")
+                nbytes = _nbytes(row["dtype"], row["shape"])
+                if nbytes is not None and nbytes != end - begin:
+                    raise damaged(self.path, f"'{name}' has {end - begin} bytes there, and {nbytes} by its shape")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(self.path, f"its header cannot be read ({error})") from error
 
@@ -196,6 +214,13 @@ def _header_row(tensor: torch.Tensor, begin: int, end: int) -> dict[str, Any]:
     dtype = DTYPES.get(tensor.dtype)
     shape = list(tensor.shape) if dtype is not None else [tensor.numel() * tensor.element_size()]
     return {"dtype": dtype or "U8", "shape": shape, "data_offsets": [begin, end]}
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int | None:
+    """Return the bytes that a tensor takes (None: of a type that is not known)."""
+    if any(type(length) is not int or length < 0 for length in shape):
+        raise ValueError(f"a shape of {shape}")
+    return prod(shape) * TYPES[dtype].itemsize if dtype in TYPES else None
 
 
 def _write_all(file: FileIO, piece: memoryview) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.checkpoint.shard import DTYPES, Stored, damaged
+from lowtide.checkpoint.shard import Stored, damaged
 from lowtide.errors import CheckpointError
 
 _ARCHIVE = b"PK\x03\x04"
@@ -58,12 +58,20 @@ def _weights(path: Path, loaded: Any) -> Mapping[str, torch.Tensor]:
 
 
 def _stored(path: Path, name: str, tensor: torch.Tensor) -> Stored:
-    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    dtype = DTYPES.get(tensor.dtype)
-    if offset is None or dtype is None or not tensor.is_contiguous():
+    plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if plain else None
+    if offset is None:
         raise CheckpointError(
-            f"'{name}' in {path} is not read in place: it is {tensor.dtype} with strides {tuple(tensor.stride())}. "
-            "Save it contiguous, or as safetensors"
+            f"'{name}' in {path} is not a plain block of numbers ({tensor.dtype}, {tensor.layout}): load it with "
+            "torch.load"
         )
-    begin = offset + tensor.storage_offset() * tensor.element_size()
-    return Stored(dtype=dtype, shape=tuple(tensor.shape), begin=begin, nbytes=tensor.numel() * tensor.element_size())
+    packed = tensor.is_contiguous()
+    # From its first number to its last, whatever lies between.
+    span = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return Stored(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        begin=offset + tensor.storage_offset() * tensor.element_size(),
+        nbytes=(tensor.numel() if packed else span) * tensor.element_size(),
+        stride=None if packed else tuple(tensor.stride()),
+    )

@@ -9,8 +9,8 @@ import ctypes
 import errno
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -96,12 +96,20 @@ class Closable(Protocol):
         ...
 
 
-class Widening(IntEnum):
-    """From which narrower type a tensor in a file becomes float32; the same numbers as in source.h."""
+class Conversion(IntEnum):
+    """From which type a tensor in a file becomes float32, or to which one from that; the numbers as in source.h."""
 
     NONE = 0
-    BFLOAT16 = 1
-    HALF = 2
+    FROM_BFLOAT16 = 1
+    FROM_HALF = 2
+    TO_BFLOAT16 = 3
+    TO_HALF = 4
+
+    def in_memory(self, file_bytes: int) -> int:
+        """Return how many bytes a tensor has in memory that has so many in its file."""
+        if self is Conversion.NONE:
+            return file_bytes
+        return file_bytes * 2 if self in (Conversion.FROM_BFLOAT16, Conversion.FROM_HALF) else file_bytes // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +118,7 @@ class InFile:
 
     begin: int
     nbytes: int
-    widening: Widening = Widening.NONE
+    conversion: Conversion = Conversion.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,8 @@ class SourceFile:
         except OSError:  # some file systems know no direct reads
             self.direct = False
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self.fd)
+        self.identity = (found.st_dev, found.st_ino)
 
     def close(self) -> None:
         """Close the file."""
@@ -213,7 +223,7 @@ class RangeMemory:
         native.reset_peaks()
         self._stall_before_s = native.counters().stall_s
         native.set_budget(budget_bytes)
-        self._lent = Lent(native, most_bytes=budget_bytes // 8)
+        self._lent = Lent(native, most_bytes=budget_bytes // 8, is_source=self._is_source)
         self._lent.on()
         self._loader_workers.on()
         beyond_bytes = native.shrink()
@@ -298,14 +308,19 @@ class RangeMemory:
         """Return a file whose tensors can be `refer`red to: they stay there until they are touched."""
         file = SourceFile(path)
         self._sources.append(file)
-        offsets = [0, *accumulate(-(-place.nbytes // ALIGN_BYTES) * ALIGN_BYTES for place in places)]
+        # No two places may begin at one offset, those of tensors without bytes among them.
+        offsets = [0, *accumulate(-(-max(place.nbytes, 1) // ALIGN_BYTES) * ALIGN_BYTES for place in places)]
         rows = [
-            (offset, place.begin, place.nbytes, int(place.widening))
+            (offset, place.begin, place.nbytes, int(place.conversion))
             for offset, place in zip(offsets, places, strict=False)
         ]
         tier = self.native.source_add(file.fd, direct=file.direct, places=rows)
         _source_paths[tier] = path
         return Source(tier=tier, offsets=tuple(offsets[:-1]))
+
+    def _is_source(self, identity: tuple[int, int]) -> bool:
+        files = (*self._sources, *self._inherited)
+        return any(isinstance(file, SourceFile) and file.identity == identity for file in files)
 
     def refer(self, tensor: torch.Tensor, source: Source, number: int) -> bool:
         """Have a tensor's bytes be those of a source's `number`-th place; False: its pages cannot leave now."""
@@ -314,6 +329,15 @@ class RangeMemory:
         return self.native.refer(tensor._cdata, source.tier, source.offsets[number]) == 0
 
     # ---- observation ----
+
+    @contextmanager
+    def room_ahead(self) -> Iterator[None]:
+        """Make room for the next block as soon as one is allocated, while the program fills that."""
+        self.native.room_ahead(1)
+        try:
+            yield
+        finally:
+            self.native.room_ahead(0)
 
     def announce(self, on: bool) -> None:
         """Let operators bring their operands back before they run, or leave it to faults."""
@@ -453,7 +477,7 @@ class RangeMemory:
             except OSError as error:
                 self._medium_error = str(error) if isinstance(error, SpillError) else ""
                 return error.errno or errno.EIO
-            except BaseException as error:  # noqa: BLE001  # a mover has nobody to raise to: the transfer fails instead
+            except BaseException as error:  # noqa: BLE001  # a mover cannot raise: the transfer fails instead
                 self._medium_error = f"{type(error).__name__}: {error}"
                 return errno.EIO
             return 0

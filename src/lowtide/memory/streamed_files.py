@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -80,10 +82,24 @@ class StreamedFiles:
             return
         names = {name: _name_of(tensor.dtype, self._module) for name, tensor in flattened.items()}
         ordered = sorted(flattened, key=lambda name: (-_ORDER.index(names[name]), name.encode()))
-        with open(os.fspath(filename), "wb") as file:  # noqa: PTH123  # as safetensors takes it: a path of any kind
+        with self._replacing(Path(os.fspath(filename))) as file:
             file.write(_header(((name, names[name], flattened[name]) for name in ordered), metadata))
             for name in ordered:
                 self._write(flattened[name].detach(), file)
+
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[BinaryIO]:
+        """Write a file beside the one of this name, and put it there when it is whole, as safetensors does."""
+        beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.new")
+        try:
+            self._originals["serialize_file"]({}, str(beside))  # with the permissions that it gives its files
+            with beside.open("r+b") as file:
+                file.truncate()
+                yield file
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
     def _write(self, tensor: torch.Tensor, file: BinaryIO) -> None:
         if not tensor.numel():

@@ -94,3 +94,39 @@ def test_a_budget_below_one_tensor_is_refused_with_bytes(tmp_path: Path) -> None
         with lowtide.init(budget=MIB // 2, spill=tmp_path):
             build()
     assert refused.value.needed_bytes > refused.value.budget_bytes == MIB // 2
+
+
+def test_room_for_the_next_parameter_is_made_while_one_is_filled(tmp_path: Path) -> None:
+    budget, held = 8 * MIB, []
+    with lowtide.init(budget=budget, spill=tmp_path):
+        memory = ranges.current()
+        assert memory is not None
+        for number in range(16):
+            held.append(torch.full((MIB // 4,), float(number)))
+            memory.native.settle()
+            assert memory.usage().live_bytes <= budget - MIB, "the next one would have to wait"
+        assert [float(one[7]) for one in held] == list(range(16))
+    after = torch.ones(MIB // 4)
+    del after, held
+
+
+def test_building_measures_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("nothing is planned here")
+
+    monkeypatch.setattr("lowtide.execute.tide.opening.machine_for", measured)
+    with lowtide.init(budget=8 * MIB, spill=tmp_path):
+        model = build()
+    del model
+    monkeypatch.undo()
+
+
+def test_a_refusal_that_a_library_makes_another_error_of_keeps_its_name(tmp_path: Path) -> None:
+    # As Transformers does with whatever it meets while it puts the weights of experts together.
+    with pytest.raises(BudgetTooSmall, match="needs at least"), lowtide.init(budget=4 * MIB, spill=tmp_path):
+        try:
+            torch.ones(2 * MIB)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("some weights could not be converted") from error
+    with pytest.raises(RuntimeError, match="the program's own"), lowtide.init(budget=4 * MIB, spill=tmp_path):
+        raise RuntimeError("the program's own")

@@ -44,6 +44,14 @@ def test_a_floor_that_rounds_like_the_budget_is_told_in_bytes() -> None:
     assert "1.00 GiB (1073741825 bytes)" in str(error)
 
 
+def test_only_an_operator_is_quoted() -> None:
+    def said(op: str) -> str:
+        return str(lowtide.BudgetTooSmall(budget_bytes=2**20, needed_bytes=2**30, op=op))
+
+    assert "cannot run the first step, which" in said("the first step")
+    assert "cannot run 'aten::mm', which" in said("aten::mm")
+
+
 def test_a_forward_pass_that_did_not_fit_is_not_called_the_optimizers(tmp_path: Path) -> None:
     model = Wide()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -16,6 +16,7 @@ import torch
 
 import lowtide
 from lowtide import capture_script
+from lowtide.core.step_record import Expected
 from lowtide.core.trace import Kind
 from lowtide.errors import BadArgument
 from lowtide.execute.tide import script
@@ -357,6 +358,50 @@ def test_an_iteration_ends_before_an_optimizer_steps_again() -> None:
     stats = iterations.stats()
     assert (stats["steps"], stats["optimizer_steps"]) == (3, 5), "judge | judge, maker | judge, maker"
     assert (stats["step_s"], stats["last_step_s"]) == (2.0, 2.0)
+
+
+def test_an_iteration_is_compared_with_the_prediction_for_all_of_its_optimizers() -> None:
+    """The steps of two optimizers are two steps of the tide; the second lasts only as long as its update."""
+    first, second = object(), object()
+    iterations = script.Iterations()
+    for begun_s, optimizer, expected in [
+        (0.0, first, None),
+        (9.0, second, Expected(unmanaged_s=0.1)),  # an iteration that was predicted in part has no slowdown
+        (10.0, first, Expected(unmanaged_s=0.6, planned_s=0.9)),
+        (20.0, second, Expected(unmanaged_s=0.2, planned_s=0.3)),
+        (30.0, first, Expected(unmanaged_s=0.6, planned_s=0.9)),
+        (40.0, second, Expected(unmanaged_s=0.2, planned_s=0.3)),
+    ]:
+        iterations.add(optimizer, begun_s=begun_s, ended_s=begun_s + 0.5)
+        iterations.expect(expected)
+    stats = iterations.stats()
+    assert stats["steps"] == 3
+    assert stats["predicted_unmanaged_step_s"] == pytest.approx(0.8)
+    assert stats["predicted_slowdown"] == pytest.approx(1.5)
+    assert stats["slowdown"] == pytest.approx(1.0 / 0.8)
+
+
+TWO_OPTIMIZERS = """
+import torch
+
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+first = torch.optim.SGD(model[:7].parameters(), lr=0.1)
+second = torch.optim.SGD(model[7].parameters(), lr=0.1)
+for _ in range(8):
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+    model(torch.randn(2048, 256)).square().mean().backward()
+    first.step()
+    second.step()
+"""
+
+
+def test_a_script_with_two_optimizers_is_compared_with_its_whole_step(write: Write, spill: Path) -> None:
+    stats = run_script(write(TWO_OPTIMIZERS), [], budget=12 << 20, spill=spill)
+    assert (stats["steps"], stats["optimizer_steps"]) == (8, 16)
+    unmanaged_s, step_s = float(str(stats["predicted_unmanaged_step_s"])), float(str(stats["step_s"]))
+    # The second optimizer's step alone takes a hundredth of the iteration.
+    assert step_s / 10 < unmanaged_s < step_s * 2
 
 
 def test_a_captured_script_shows_the_steady_step_with_its_layers_by_name(write: Write) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import BadArgument, BudgetTooSmall
+from lowtide.execute.tide.serving import serving
 from tests.execute.training import away_bytes
 
 MIB = 2**20
@@ -141,3 +142,16 @@ def test_a_budget_below_a_layer_is_refused(tmp_path: Path) -> None:
 def test_only_a_module_can_be_served() -> None:
     with pytest.raises(BadArgument, match=r"pass a torch\.nn\.Module"), lowtide.serve(len, budget="1GiB"):  # type: ignore[arg-type]
         pass
+
+
+def test_calls_inside_a_call_belong_to_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `lowtide run --serve` sees every module's call: only the outermost begins a step.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    with lowtide.fit(budget="64MiB", spill=tmp_path) as tide:
+        begun = []
+        begin_step = tide.begin_step
+        monkeypatch.setattr(tide, "begin_step", lambda: (begun.append(True), begin_step()))
+        with serving(tide), torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(1, 8))
+        assert len(begun) == tide.stats()["steps"] == 3

@@ -9,6 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.execute.test_budget import memory_cgroup
 
@@ -32,8 +34,8 @@ SCRIPT = f"""
     torch.set_grad_enabled(False)
     load()
 
-    def build(layers={LAYERS}):
-        torch.manual_seed(3)
+    def build(layers={LAYERS}, seed=3):
+        torch.manual_seed(seed)
         return torch.nn.Sequential(*(torch.nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range(layers)))
 
     def digest(model):
@@ -53,6 +55,15 @@ SCRIPT = f"""
             from safetensors.torch import save_file
             save_file(model.state_dict(), path)
         print(digest(model))
+    elif way in ("save", "resume"):
+        with lowtide.init(budget={BUDGET}, spill=spill):
+            model = build(seed=3 if way == "save" else 4)
+        with lowtide.fit(model, budget={BUDGET}, spill=spill) as tide:
+            if way == "save":
+                tide.save(path)
+            else:
+                tide.load(path)
+            print(digest(model))
     else:
         with lowtide.init(budget={BUDGET}, spill=spill):
             model = build() if way == "create" else lowtide.load(build, path)
@@ -61,6 +72,7 @@ SCRIPT = f"""
             if way == "create":
                 from safetensors.torch import save_file
                 save_file(model.state_dict(), path)
+                torch.save(model.state_dict(), path + ".pt")
 """
 
 
@@ -92,3 +104,86 @@ def test_a_model_of_three_budgets_is_created_loaded_called_and_saved(tmp_path: P
             assert done.returncode == 0, (way, done.stderr)
             assert done.stdout == expected.stdout, way
     assert ours.read_bytes() == weights.read_bytes()
+    expected_tensors, saved = load_file(weights), torch.load(f"{ours}.pt", mmap=True)
+    assert expected_tensors.keys() == saved.keys()
+    assert all(torch.equal(one, saved[name]) for name, one in expected_tensors.items())
+
+
+def test_a_training_of_three_budgets_is_saved_and_resumed(tmp_path: Path) -> None:
+    script, path = tmp_path / "script.py", tmp_path / "checkpoint"
+    script.write_text(textwrap.dedent(SCRIPT))
+    expected, idle = run(script, "stock", "-", "-"), run(script, "idle", tmp_path, "-")
+    assert expected.returncode == idle.returncode == 0, expected.stderr + idle.stderr
+    with memory_cgroup(int(idle.stdout) * 1024 + BUDGET + SLACK) as group:
+        for way in ("save", "resume"):
+            done = run(script, way, tmp_path, path, group=group)
+            assert done.returncode == 0, (way, done.stderr)
+            assert done.stdout == expected.stdout, way
+
+
+TRAINER = """
+    import hashlib, sys
+    import torch, transformers
+    from torch import nn
+    import lowtide
+    from lowtide.integrations.huggingface import TideCallback
+    from lowtide.memory.native import load
+
+    way, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    load()
+    WIDTH, DEPTH, BUDGET = 1024, 3 if way == "idle" else 24, 128 << 20  # 4 MiB a layer, 16 with its state
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+        def forward(self, x):
+            return {"loss": self.net(x).square().mean()}
+
+    def built():
+        transformers.set_seed(0)
+        return Net()
+
+    if way == "stock":
+        model = built()
+    else:
+        with lowtide.init(budget=BUDGET, spill=out):
+            model = built()
+    settings = transformers.TrainingArguments(
+        out, max_steps=2, per_device_train_batch_size=2, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    rows = [{"x": torch.randn(WIDTH)} for _ in range(8)]
+    tides = [] if way == "stock" else [TideCallback(budget=BUDGET, spill=out)]
+    trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=tides)
+    trainer.train()
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy())
+    print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), found.hexdigest())
+"""
+
+
+def test_trainers_checkpoints_stay_inside_the_limit_that_its_training_has(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(TRAINER))
+    for way in ("idle", "stock", "ours"):
+        (tmp_path / way).mkdir()
+    idle, stock = (run(script, way, tmp_path / way) for way in ("idle", "stock"))
+    assert idle.returncode == stock.returncode == 0, idle.stderr + stock.stderr
+    (idle_kib, _), (stock_kib, expected) = idle.stdout.split()[-2:], stock.stdout.split()[-2:]
+    # An eighth of the training is in the idle figure already: that much is slack.
+    limit = int(idle_kib) * 1024 + 128 * MIB + SLACK
+    assert int(stock_kib) * 1024 > limit + 64 * MIB, "stock fits too: the limit proves nothing"
+    with memory_cgroup(limit) as group:
+        ours = run(script, "ours", tmp_path / "ours", group=group)
+        assert ours.returncode == 0, ours.stderr
+    assert ours.stdout.split()[-1] == expected
+    theirs = sorted(file for file in (tmp_path / "stock").rglob("*.safetensors"))
+    assert len(theirs) == 2
+    for file in theirs:
+        name = file.relative_to(tmp_path / "stock")
+        assert (tmp_path / "ours" / name).read_bytes() == file.read_bytes()

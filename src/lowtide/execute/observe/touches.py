@@ -1,7 +1,8 @@
 """Storages whose block may be elsewhere, and notifications before an operator touches one.
 
-The native side (`native/touches.cpp`, Note [Shells]) looks at the operators of all threads while somebody wants to
-know. Nothing can be raised from there: what cannot be put back stays a shell, and the operator that touches it raises.
+The native side (`native/touches.cpp`, Note [Shells]) looks at the operators of all threads while a listener is
+set. Nothing can be raised from there: a storage that cannot be put back stays a shell, and an operator that touches it
+raises.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Toucher(Protocol):
         ...
 
     def address_asked(self, storage: int) -> None:
-        """Give a storage its block for good: somebody asks for its address."""
+        """Give a storage its block for good: a program asks for its address."""
         ...
 
 
@@ -97,7 +98,7 @@ def can_take_blocks() -> bool:
 
 
 def watch(toucher: Toucher) -> None:
-    """Tell somebody of operators that are about to use shells, on any thread."""
+    """Set the listener that hears of operators that are about to use shells, on any thread."""
     global _handle
     with _lock:
         if toucher not in _touchers:
@@ -108,7 +109,7 @@ def watch(toucher: Toucher) -> None:
 
 
 def unwatch(device: torch.device) -> None:
-    """Tell nobody any more of what is on a device."""
+    """Remove the listener for the storages of a device."""
     global _handle
     with _lock:
         _touchers[:] = [toucher for toucher in _touchers if toucher.device != device]
@@ -119,7 +120,7 @@ def unwatch(device: torch.device) -> None:
 
 
 def is_watching(device: torch.device) -> bool:
-    """Tell whether somebody puts back what is on a device: else nothing may be taken."""
+    """Tell whether a listener puts back the storages of a device: otherwise none may be taken."""
     return any(toucher.device == device for toucher in _touchers)
 
 
@@ -147,7 +148,7 @@ def _left(tokens: Token, _nothing: None) -> None:
 
 @contextmanager
 def _using(name: str, storages: list[tuple[int, bool]]) -> Iterator[None]:
-    """Have back what a call uses that is no operator."""
+    """Bring back the storages that a call uses which is not an operator."""
     tokens = _touched(name, [touch for touch in storages if is_shell(touch[0])])
     try:
         yield
@@ -196,7 +197,7 @@ def say(storage: int, why: str) -> None:
 
 
 def streams(device: torch.device) -> list[torch.Stream]:
-    """Return the streams of a device on which storages were used while somebody watched."""
+    """Return the streams of a device on which storages were used while a listener was set."""
     numbers = (ctypes.c_int64 * _MOST_STREAMS)()
     count = min(_native().streams(device.index, numbers, _MOST_STREAMS), _MOST_STREAMS)
     kind = int(_native().device_type(device.type.encode()))

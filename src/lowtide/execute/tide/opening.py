@@ -36,8 +36,8 @@ from lowtide.tiers.medium import ALIGN_BYTES, Medium
 from lowtide.tiers.open import Spill, open_medium
 from lowtide.tiers.slow import Slow, open_slow
 
-# Where nobody states how much pinned memory may be used: half of what "auto" would take, for the rest of the program
-# lives in the same memory; and this much where not even that can be told.
+# Where the budget does not limit pinned memory: half of the bytes that "auto" would take, for the rest of the program
+# lives in the same memory; and this much where not even that is known.
 _HOST_SHARE = 2
 _HOST_BYTES = 256 << 20
 
@@ -133,13 +133,15 @@ def open_ranges(
     codecs: Sequence[str] | None = None,
     max_error: float = 0.0,
     moves_nothing: bool = False,
+    measures: bool = True,
 ) -> OpenedRanges:
     """Return the CPU's memory, whose tensors may leave to `spill` through `codecs`, and be used in `slow` memory.
 
     `max_error`: what those codecs may be off that round.
 
     Where memory runs out they do in `order`; `discards`: without a copy, as far as they can be made again.
-    `moves_nothing`: none leaves. Raises `NativeUnavailable` before it opens these.
+    `moves_nothing`: none leaves. `measures`: the link is, unless it is known. Raises `NativeUnavailable` before it
+    opens these.
     """
     ranges.check_available()
     with ExitStack() as opened:
@@ -149,7 +151,7 @@ def open_ranges(
             refuse_lossy(medium)
         fast_bytes = _beside_memory_tier(budgets.fast_bytes, medium)
         name = ", ".join(map(str, medium.directories)) or f"tier '{medium.name}'"
-        machine = machine_for(medium)
+        machine = machine_for(medium) if measures else assumed_machine()
         media: dict[str, Medium] = {SPILL: medium}
         rates: dict[str, SlowRates] = {}
         if slow is not None:
@@ -273,7 +275,7 @@ def _device_machine(device: torch.device, budgets: Budgets) -> Machine:
     link = measure_device_link(device, room_bytes=min(room_bytes, free_bytes) // 2)
     if link is None:
         return replace(assumed_machine(), name=str(device))
-    return replace(assumed_machine(), name=str(device), links={SPILL: link}, source="measured")
+    return replace(assumed_machine(), name=str(device), links={SPILL: link}, source="measured on the device")
 
 
 def _held_bytes(

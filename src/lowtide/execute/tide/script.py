@@ -10,15 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from lowtide.checkpoint.safe_open import opening_in_place
-from lowtide.core.step_record import StepRecord
+from lowtide.core.step_record import Expected, StepRecord
 from lowtide.errors import BadArgument
 from lowtide.execute.tide.cpu import CpuTide
+from lowtide.execute.tide.creation import reading_in_place
 from lowtide.execute.tide.fit import open_tide
 from lowtide.execute.tide.serving import serving
 from lowtide.execute.tide.tide import Tide
@@ -37,33 +38,69 @@ class Iterations:
     An iteration ends with the last optimizer step before some optimizer steps a second time: the two steps of a GAN are
     one iteration. It begins where autograd first saves something, so what a program does between steps without
     gradients (loading data, evaluating, saving) is not in its time.
+
+    The tide takes each optimizer's step for a step and predicts each of them; an iteration's prediction is their sum.
     """
 
     def __init__(self) -> None:
         self.optimizer_steps = 0
-        self._done_s: list[float] = []
+        self._done: list[_Iteration] = []
         self._now_s = 0.0
         self._stepped: set[int] = set()
+        self._parts: list[Expected | None] = []
 
     def add(self, optimizer: object, *, begun_s: float, ended_s: float) -> None:
         """Take note of an optimizer's step, for which the program worked from `begun_s` to `ended_s`."""
         if id(optimizer) in self._stepped:
-            self._done_s.append(self._now_s)
+            self._done.append(self._now())
             self._now_s = 0.0
             self._stepped.clear()
+            self._parts.clear()
         self._stepped.add(id(optimizer))
         self._now_s += ended_s - begun_s
         self.optimizer_steps += 1
 
+    def expect(self, expected: Expected | None) -> None:
+        """Take note of the times predicted for the optimizer step that was added last."""
+        self._parts.append(expected)
+
+    def _now(self) -> _Iteration:
+        return _Iteration(self._now_s, _sum(self._parts))
+
     def stats(self) -> dict[str, object]:
-        """Return the counts and times for `Tide.stats`."""
-        times_s = [*self._done_s, self._now_s] if self._stepped else []
+        """Return the counts, times and predictions for `Tide.stats`."""
+        done = [*self._done, self._now()] if self._stepped else []
+        times_s = [one.took_s for one in done]
+        predicted = [(one.took_s, one.expected) for one in done if one.expected is not None]
+        slowdowns = [took_s / expected.unmanaged_s for took_s, expected in predicted]
+        last = predicted[-1][1] if predicted else None
         return {
             "steps": len(times_s),
             "optimizer_steps": self.optimizer_steps,
             "step_s": statistics.median(times_s) if times_s else 0.0,
             "last_step_s": times_s[-1] if times_s else 0.0,
+            "predicted_unmanaged_step_s": None if last is None else last.unmanaged_s,
+            "predicted_slowdown": None if last is None or not last.planned_s else last.planned_s / last.unmanaged_s,
+            "slowdown": statistics.median(slowdowns) if slowdowns else None,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    took_s: float
+    expected: Expected | None
+
+
+def _sum(parts: Sequence[Expected | None]) -> Expected | None:
+    """Return the times of all parts together (None: one of them was not predicted)."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not any(part.unmanaged_s > 0 for part in known):
+        return None
+    planned_s = [part.planned_s for part in known if part.planned_s is not None]
+    return Expected(
+        unmanaged_s=sum(part.unmanaged_s for part in known),
+        planned_s=sum(planned_s) if len(planned_s) == len(known) else None,
+    )
 
 
 class Run:
@@ -127,7 +164,7 @@ def inside(
             if run.iterations is None
             else stepping(tide, iterations=run.iterations, on_forked_step=on_forked_step)
         )
-        in_place = opening_in_place(tide.memory) if isinstance(tide, CpuTide) else nullcontext()
+        in_place = reading_in_place(tide.memory) if isinstance(tide, CpuTide) else nullcontext()
         with steps, in_place, tide.turning_refusals_into_errors():
             yield run
 
@@ -202,6 +239,8 @@ def stepping(
             tide.know(optimizer)
             tide.know_models(models_of(optimizer))
         tide.end_step()
+        if iterations is not None:
+            iterations.expect(tide.records[-1].expected)
         try:
             tide.tell_step()
             if on_step is not None:

@@ -275,6 +275,7 @@ class Native:
         self.lend_storage = quick("lt_lend_storage", i64, pointer)
         self.take_back = quick("lt_take_back", None, i64)
         self.lend_to_read = quick("lt_lend_to_read", i64, pointer)
+        self.lend_storage_to_read = quick("lt_lend_storage_to_read", i64, pointer)
         self.unpin = quick("lt_unpin", None, i64)
         self.version = quick("lt_version", i64, pointer)
         self.settle = waiting("lt_settle", None)
@@ -297,6 +298,7 @@ class Native:
         self.grad_forget = quick("lt_grad_forget", None)
         self.sound = quick("lt_sound", None, integer)
         self.sounded = quick("lt_sounded", i64)
+        self.room_ahead = quick("lt_room_ahead", None, integer)
         self.take_strangers = quick("lt_take_strangers", i64)
         self.stress = quick("lt_stress", None, i64, ctypes.c_uint64)
         self._name_id = quick("lt_name_id", i64, ctypes.c_char_p)
@@ -485,7 +487,7 @@ class Native:
         return EndedStep(None if plan < 0 else plan, out[0], None if out[1] < 0 else out[1], bool(out[2]))
 
     def step_waits(self) -> list[tuple[int, int, float, float, bool]]:
-        """Return the last step's waits: operator, storage of the plan, begin and end, whether nobody had asked."""
+        """Return the last step's waits: operator, storage of the plan, begin and end, whether without a request."""
         count = self._step_waits(None, 0)
         out = (ctypes.c_int64 * (5 * count))()
         self._step_waits(out, count)

@@ -207,6 +207,16 @@ void note_sounded() {
   if (++sounded == 1) sounded_until_ns = now_ns() + kLongestSounding;
 }
 
+// While a model is built: each block is filled, and then comes another. What leaves for that leaves meanwhile.
+std::atomic<bool> room_ahead{false};
+
+// Not by blocks that half of the budget does not hold twice: what has just been made would leave before it is filled.
+void make_room_ahead(int64_t n) {
+  if (4 * n > counters.budget.load()) return;
+  std::lock_guard<std::mutex> guard(pages().mutex);
+  ranges().make_room(n);
+}
+
 void* take_block(int64_t nbytes) {
   bool large = nbytes >= kLarge;
   int64_t n = large ? round_to_page(nbytes) : nbytes;
@@ -220,6 +230,7 @@ void* take_block(int64_t nbytes) {
   if (!block && may_leave) block = block_after_ranges_left(n, large);
   if (!block && may_leave) block = block_thanks_to_slow_memory(n, large);
   if (block) {
+    if (large && may_leave && room_ahead.load(std::memory_order_relaxed)) [[unlikely]] make_room_ahead(n);
     if (sounding.load(std::memory_order_relaxed)) [[unlikely]] sound_again();
     return block;
   }
@@ -397,6 +408,11 @@ void lt_sound(int fd) {
   std::lock_guard<std::mutex> guard(failure_mutex);
   sounding = fd >= 0;
   sounded = 0;
+}
+
+// Whether room for another block of its size is made behind each allocation.
+void lt_room_ahead(int on) {
+  room_ahead = on != 0;
 }
 
 // How often something had pages of a file instead of a refusal, since that began.

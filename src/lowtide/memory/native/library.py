@@ -17,6 +17,7 @@ _CORE_HEADERS = (
     "excerpt.h",
     "lowtide.h",
     "meter.h",
+    "mover.h",
     "neighbourhoods.h",
     "pages.h",
     "range.h",

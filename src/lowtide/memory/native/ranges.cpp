@@ -20,7 +20,8 @@ constexpr int64_t kTransferChunk = 8 << 20;
 constexpr int64_t kFrame = 2 << 20;  // see Note [Encoded]: each mover has a buffer as large
 constexpr int64_t kGrace = 2;  // the last touches that may not be undone; see Note [Grace]
 constexpr int64_t kMostThrashing = 64;
-constexpr int kThreadsOfSources = 3;  // two for the disk while one copies
+// Two for the disk while one copies; the others because operators keep all cores busy, and whoever is to go on waits for one.
+constexpr int kThreadsOfSources = 6;
 constexpr int64_t kSampledPages = 16;
 
 thread_local BlobBuffer blobs;

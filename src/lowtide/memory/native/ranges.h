@@ -36,6 +36,7 @@
 #pragma once
 #include "excerpt.h"
 #include "meter.h"
+#include "mover.h"
 #include "pages.h"
 #include "tier.h"
 
@@ -45,7 +46,6 @@
 #include <memory>
 #include <random>
 #include <string>
-#include <thread>
 
 namespace lowtide {
 
@@ -373,7 +373,7 @@ class Ranges {
   std::vector<std::unique_ptr<Range>> made_;
   std::vector<Range*> unused_;
   std::deque<Transfer*> reads_, writes_;
-  std::vector<std::thread> threads_;
+  std::vector<Mover> threads_;
   bool urgent_mover_ = false;
   std::condition_variable queued_, idle_;
 

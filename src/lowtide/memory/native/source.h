@@ -2,7 +2,7 @@
 //
 // Note [Places in a source]: a tensor lies in its file at any byte, in its own type. To ranges a source is as any tier: whole
 // pages at offsets. So each tensor has a place, page-aligned and as long as its range, which is nowhere but in this table;
-// a read looks up the file's bytes behind it, and widens them where the range is of a wider type.
+// a read looks up the file's bytes behind it, and converts them where the range is of another type.
 #pragma once
 #include "lowtide.h"
 
@@ -22,13 +22,14 @@ namespace lowtide {
 constexpr int kSourceCut = 10005;      // not an errno: a source's file ends before the bytes do
 constexpr int kSourceChanged = 10006;  // not an errno: a source's file is not the one that was opened
 
-enum class Widening : int32_t { kNone = 0, kBFloat16 = 1, kHalf = 2 };
+// Which type the file has, where the range has float32, and which the range has, where the file has float32.
+enum class Conversion : int32_t { kNone = 0, kFromBFloat16 = 1, kFromHalf = 2, kToBFloat16 = 3, kToHalf = 4 };
 
 // What is in a place of a source.
 struct InFile {
   int64_t begin = 0;  // in the file
-  int64_t bytes = 0;  // in memory: widened
-  Widening widening = Widening::kNone;
+  int64_t bytes = 0;  // in memory: converted
+  Conversion conversion = Conversion::kNone;
 };
 
 class Source {
@@ -55,8 +56,7 @@ class Source {
       return kSourceChanged;
     int64_t at = offset - place, wanted = std::min(n, what.bytes - at);
     std::memset(data + wanted, 0, n - wanted);  // beyond the tensor's end
-    int64_t narrow = what.widening == Widening::kNone ? 1 : 2;
-    return read_bytes(data, wanted, what.begin + at / narrow, what.widening);
+    return read_bytes(data, wanted, what.begin + in_file(at, what.conversion), what.conversion);
   }
 
  private:
@@ -72,21 +72,48 @@ class Source {
     return static_cast<char*>(got);
   }
 
-  int read_bytes(char* data, int64_t wanted, int64_t begin, Widening widening) const {
+  // How many bytes of the file become so many in memory.
+  static int64_t in_file(int64_t bytes, Conversion conversion) {
+    switch (conversion) {
+      case Conversion::kFromBFloat16:
+      case Conversion::kFromHalf:
+        return bytes / 2;
+      case Conversion::kToBFloat16:
+      case Conversion::kToHalf:
+        return bytes * 2;
+      default:
+        return bytes;
+    }
+  }
+
+  // How many bytes of memory whole numbers take that lie in so many of the file.
+  static int64_t in_memory(int64_t bytes, Conversion conversion) {
+    switch (conversion) {
+      case Conversion::kFromBFloat16:
+      case Conversion::kFromHalf:
+        return bytes / 2 * 4;
+      case Conversion::kToBFloat16:
+      case Conversion::kToHalf:
+        return bytes / 4 * 2;
+      default:
+        return bytes;
+    }
+  }
+
+  int read_bytes(char* data, int64_t wanted, int64_t begin, Conversion conversion) const {
     // What lies at pages in the file is read to where it belongs; its last page has room to the page's end.
-    if (widening == Widening::kNone && (!direct_ || begin % kPage == 0)) {
+    if (conversion == Conversion::kNone && (!direct_ || begin % kPage == 0)) {
       int64_t n = direct_ ? round_to_page(wanted) : wanted;
       return fill(data, n, wanted, begin);
     }
     static thread_local char* bounce = nullptr;
     if (!bounce && !(bounce = new_bounce())) return ENOMEM;
-    int64_t narrow = widening == Widening::kNone ? 1 : 2;
     while (wanted > 0) {
-      int64_t skew = direct_ ? begin % kPage : 0;  // of the first piece only: the next ones begin at pages
-      int64_t piece = std::min(wanted, (kBounce - skew) * narrow), bytes = piece / narrow;
+      int64_t skew = direct_ ? begin % kPage : 0;  // of the first piece only: the next ones begin at pages, or close
+      int64_t piece = std::min(wanted, in_memory(kBounce - skew, conversion)), bytes = in_file(piece, conversion);
       int error = fill(bounce, direct_ ? round_to_page(skew + bytes) : bytes, skew + bytes, begin - skew);
       if (error) return error;
-      widen(data, bounce + skew, bytes, widening);
+      convert(data, bounce + skew, bytes, conversion);
       data += piece;
       begin += bytes;
       wanted -= piece;
@@ -107,15 +134,57 @@ class Source {
     return 0;
   }
 
-  static void widen(char* into, const char* from, int64_t bytes, Widening widening) {
-    if (widening == Widening::kNone) {
-      std::memcpy(into, from, bytes);
-      return;
+  static void convert(char* into, const char* from, int64_t bytes, Conversion conversion) {
+    switch (conversion) {
+      case Conversion::kNone:
+        std::memcpy(into, from, bytes);
+        return;
+      case Conversion::kToBFloat16:
+        return narrow(into, from, bytes, float_to_bfloat16);
+      case Conversion::kToHalf:
+        return narrow(into, from, bytes, float_to_half);
+      default:
+        return widen(into, from, bytes, conversion);
     }
+  }
+
+  template <typename Convert>
+  static void narrow(char* into, const char* from, int64_t bytes, Convert convert) {
+    for (int64_t i = 0; i < bytes / 4; ++i) {
+      uint32_t wide;
+      std::memcpy(&wide, from + 4 * i, 4);
+      uint16_t narrow = convert(wide);
+      std::memcpy(into + 2 * i, &narrow, 2);
+    }
+  }
+
+  // To the nearest, to the even one of two, as PyTorch rounds.
+  static uint16_t float_to_bfloat16(uint32_t bits) {
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;  // nan
+    return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  }
+
+  // Likewise; the additions of floats round.
+  static uint16_t float_to_half(uint32_t bits) {
+    uint32_t sign = (bits >> 16) & 0x8000, twice = bits + bits, rest = bits & 0x7FFFFFFF;
+    if (twice > 0xFF000000) return static_cast<uint16_t>(sign | 0x7E00);  // nan
+    float value;
+    std::memcpy(&value, &rest, 4);
+    float base = (value * 0x1p+112f) * 0x1p-110f;
+    uint32_t bias_bits = (std::max<uint32_t>(twice & 0xFF000000, 0x71000000) >> 1) + 0x07800000;
+    float bias;
+    std::memcpy(&bias, &bias_bits, 4);
+    base = bias + base;
+    uint32_t rounded;
+    std::memcpy(&rounded, &base, 4);
+    return static_cast<uint16_t>(sign | (((rounded >> 13) & 0x7C00) + (rounded & 0xFFF)));
+  }
+
+  static void widen(char* into, const char* from, int64_t bytes, Conversion conversion) {
     for (int64_t i = 0; i < bytes / 2; ++i) {
       uint16_t narrow;
       std::memcpy(&narrow, from + 2 * i, 2);
-      uint32_t wide = widening == Widening::kBFloat16 ? static_cast<uint32_t>(narrow) << 16 : half_to_float(narrow);
+      uint32_t wide = conversion == Conversion::kFromBFloat16 ? static_cast<uint32_t>(narrow) << 16 : half_to_float(narrow);
       std::memcpy(into + 4 * i, &wide, 4);
     }
   }

@@ -144,11 +144,11 @@ int64_t lt_lend(c10::TensorImpl* tensor) {
   return tensor->has_storage() ? lt_lend_storage(tensor->unsafe_storage().unsafeGetStorageImpl()) : 0;
 }
 
-// Bring the bytes behind a tensor back for whoever only reads them, and keep them until lt_unpin: they stay clean.
-// Returns the range's serial, 0: it is none, or -1: its bytes cannot be read.
-int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
+// Bring the bytes behind a storage or a tensor back for whoever only reads them, and keep them until lt_unpin: they stay
+// clean. Returns the range's serial, 0: it is none, or -1: its bytes cannot be read.
+int64_t lt_lend_storage_to_read(c10::StorageImpl* storage) {
   std::unique_lock<std::mutex> guard(pages().mutex);
-  Range* range = range_of(tensor);
+  Range* range = ranges().of_data(storage->data());
   if (!range) return 0;
   int64_t serial = range->serial;
   ranges().pin(range);
@@ -160,6 +160,10 @@ int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
   }
   if (range->serial == serial) ranges().unpin(range);
   return -1;
+}
+
+int64_t lt_lend_to_read(c10::TensorImpl* tensor) {
+  return tensor->has_storage() ? lt_lend_storage_to_read(tensor->unsafe_storage().unsafeGetStorageImpl()) : 0;
 }
 
 // A number that a tensor's bytes have as long as they are unchanged; 0: whether they change is not known now.

@@ -69,12 +69,13 @@ void lt_tier_addressable(const double* rates, int64_t cache_bytes, int own_chann
   r.cache_bytes = cache_bytes;
 }
 
-// Add a file that ranges can be read from in place, while they run. Places: offset, begin in the file, bytes in memory, widening.
+// Add a file that ranges can be read from in place, while they run. Places: offset, begin in the file, bytes in memory,
+// conversion.
 // Returns its number as a tier.
 int lt_source_add(int fd, int direct, int64_t count, const int64_t* places) {
   auto source = std::make_shared<Source>(fd, direct != 0);
   for (const int64_t* row = places; row < places + 4 * count; row += 4)
-    source->add(row[0], {row[1], row[2], static_cast<Widening>(row[3])});
+    source->add(row[0], {row[1], row[2], static_cast<Conversion>(row[3])});
   std::lock_guard<std::mutex> guard(pages().mutex);
   return ranges().add_source(std::move(source));
 }

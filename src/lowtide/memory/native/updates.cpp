@@ -303,8 +303,7 @@ void Updates::attach(const std::shared_ptr<Call>& call, const Held& given) {
       bar(range);
       ranges().note_write(range, call->stamp);
     } else if (!range->barred && update->reads.insert(range->serial).second) {
-      ++range->liens;
-      ranges().protect(range);
+      ++range->liens;  // it is read-only: see Note [What a call remembers]
     }
   });
   for (const Product& product : call->products) bar(ranges().of_serial(product.serial));
