@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from lowtide.core.spelling import did_you_mean
+from lowtide.core.spelling import bare, did_you_mean
 from lowtide.errors import BadArgument
 from lowtide.plan.policy import About, Policy
 
@@ -90,9 +90,9 @@ def policy_names() -> tuple[str, ...]:
 
 
 def registered_name(name: str) -> str:
-    """Return the name that a policy is registered under; capitals, hyphens and blanks around it do not matter.
+    """Return the name that a policy is registered under; capitals, hyphens, underscores and blanks do not matter.
 
-    What follows a colon is told to the policy, and kept as it is: "deeptm:agent.zip".
+    The text after a colon is passed to the policy unchanged: "deeptm:agent.zip".
     """
     installed = policy_names()
     name, colon, told = name.partition(":")
@@ -104,11 +104,11 @@ def registered_name(name: str) -> str:
         return f"{taker}:{told}"
     if name in installed:
         return name
-    plain = name.strip().lower().replace("-", "_")
-    known = {each.lower().replace("-", "_"): each for each in installed}
-    if plain not in known:
-        raise BadArgument(f"unknown policy {name!r}{did_you_mean(plain, known) or _one_of(installed)}")
-    return known[plain]
+    known = {bare(each): each for each in installed}
+    if bare(name) not in known:
+        plain = name.strip().lower().replace("-", "_")
+        raise BadArgument(f"unknown policy {name!r}{did_you_mean(plain, installed) or _one_of(installed)}")
+    return known[bare(name)]
 
 
 def policy(name_or_object: str | Policy) -> Policy:

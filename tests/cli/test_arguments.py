@@ -315,3 +315,45 @@ def test_a_file_of_another_kind_is_refused_without_internals(
 def test_a_machine_that_is_nearly_right_is_answered_in_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "estimate", "--model", "vgg16", "--machine", "v10")
     assert "did you mean 'v100'? the presets are" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "example"),
+    [
+        (("run", "train.py"), "'--budget': write for example 'lowtide run --budget 2GiB train.py --epochs 3'"),
+        (("run", GOOD), "'SCRIPT': write for example 'lowtide run --budget 2GiB train.py --epochs 3'"),
+        (("estimate", "--model", "vgg16"), "'--machine': write for example 'lowtide estimate --model resnet50"),
+        (("report", "step.trace"), "'--out': write for example 'lowtide report step.trace --budget 2GiB -o"),
+        (("capture", "train.py"), "'--output': write for example 'lowtide capture -o step.trace train.py"),
+    ],
+)
+def test_a_missing_option_is_answered_with_an_example_that_has_it(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], example: str
+) -> None:
+    assert example in refused(capsys, *argv)
+
+
+def test_a_file_with_a_similar_name_is_offered(
+    capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step.trace").touch()
+    wrong = str(tmp_path / "trian.py")
+    assert f"{wrong} does not exist: did you mean '{script}'?" in refused(capsys, "run", GOOD, wrong)
+    monkeypatch.chdir(tmp_path)
+    assert "trian.py does not exist: did you mean 'train.py'?" in refused(capsys, "run", GOOD, "trian.py")
+    assert "stp.trace does not exist: did you mean 'step.trace'?" in refused(capsys, "plan", "stp.trace")
+    assert "else.py does not exist: check the path" in refused(capsys, "run", GOOD, "else.py")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("vDNN++", "vdnn_pp"), ("swapall", "swap_all"), (" Swap All ", "swap_all"), ("DeepTM:a/B.zip", "deeptm:a/B.zip")],
+)
+def test_a_policy_is_found_by_the_letters_of_its_name(said: str, name: str) -> None:
+    assert registry.registered_name(said) == name
+
+
+def test_a_codec_that_is_nearly_right_is_answered_with_the_right_one(
+    capsys: pytest.CaptureFixture[str], script: str
+) -> None:
+    assert "unknown codec 'zcv': did you mean 'zvc'" in refused(capsys, "run", GOOD, "--codecs=zcv", script)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import lowtide
 from lowtide import zoo
 from lowtide.cli import main
 from lowtide.core.serialize import load_trace, save
@@ -199,3 +200,63 @@ def test_fast_memory_needs_slow_memory_and_a_share(capsys: pytest.CaptureFixture
     assert "such as 40%" in refused(capsys, "estimate", *VGG, "--machine", "optane", "--fast", "2GiB")
     both = ("--machine", "optane", "--fast", "40%", "--budget", "1GiB")
     assert "pass one of them" in refused(capsys, "estimate", *VGG, *both)
+
+
+LLAMA = ("--model", "llama", "--size", "layers=4", "--size", "width=256", "--size", "heads=4", "--size", "kv_heads=4")
+LLAMA = (*LLAMA, "--size", "vocab=512", "--size", "hidden=512", "--size", "tokens=32")
+
+
+def test_on_a_cpu_the_state_can_leave_and_estimate_answers_as_fit_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    free = told(capsys, "estimate", *LLAMA, "--machine", "cpu")
+    budget = int(str(free["static_bytes"])) // 2
+    answer = told(capsys, "estimate", *LLAMA, "--machine", "cpu", "--budget", str(budget))
+    assert answer["fits"] is True
+    assert int(str(answer["floor_bytes"])) < budget < int(str(answer["static_bytes"]))
+    # As fit does: it trains inside that budget, and refuses one below the floor.
+    workload = zoo.build("llama", batch=1, layers=4, width=256, heads=4, kv_heads=4, vocab=512, hidden=512, tokens=32)
+    training = workload.training()
+    assert training.optimizer is not None
+    with lowtide.fit(workload.model, training.optimizer, budget=budget, spill=tmp_path) as tide:
+        for _ in range(2):
+            with tide.step():
+                training.step()
+        assert int(str(tide.stats()["peak_bytes"])) <= budget
+        assert tide.trace().floor_bytes() == answer["floor_bytes"]
+    # On an accelerator it cannot: there what autograd saves leaves.
+    assert main(["estimate", *LLAMA, "--machine", "v100", "--budget", str(budget)]) == 2
+
+
+def test_a_capture_for_a_cpu_plans_as_the_estimate_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "step.trace")
+    told(capsys, "capture", "-o", path, *LLAMA, "--fake", "--machine", "cpu")
+    free = told(capsys, "estimate", *LLAMA, "--machine", "cpu")
+    asked = ("--machine", "cpu", "--budget", str(int(str(free["static_bytes"])) // 2))
+    planned = told(capsys, "plan", *asked, path)
+    estimated = told(capsys, "estimate", *LLAMA, *asked)
+    # A trace knows whole storages only; the model's own estimate knows the views that operators read.
+    assert float(str(planned["predicted_step_s"])) == pytest.approx(float(str(estimated["managed_step_s"])), rel=0.01)
+    assert load_trace(path).floor_bytes() == estimated["floor_bytes"]
+
+
+def test_the_table_tells_what_a_day_of_training_writes_and_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    free = told(capsys, "estimate", *LLAMA, "--machine", "cpu")
+    line = ("estimate", *LLAMA, "--machine", "cpu", "--budget", str(int(str(free["static_bytes"])) // 2))
+    answer = told(capsys, *line)
+    steps = 86400 / float(str(answer["managed_step_s"]))
+    assert answer["written_bytes_per_day"] == pytest.approx(int(str(answer["moved_out_bytes"])) * steps)
+    assert answer["read_bytes_per_day"] == pytest.approx(int(str(answer["moved_in_bytes"])) * steps)
+    assert int(str(answer["moved_in_bytes"])) > 0
+    assert main(line) == 0
+    assert "moved in a day" in capsys.readouterr().out
+
+
+def test_where_every_tensor_can_leave_the_state_is_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *VGG, "--machine", "cpu", "--budget", "1MiB", "--json"]) == 2
+    changes = [remedy["change"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    # An accelerator with as much memory would have to hold the state, too.
+    assert changes[0].startswith("a larger budget: ")
+    assert "cpu (24.0 GiB)" in changes[0]
+    assert not any(name in changes[0] for name in ("gtx1080", "v100", "a100"))
+    assert not any("optimizer" in change or "LoRA" in change for change in changes)

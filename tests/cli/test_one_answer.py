@@ -18,6 +18,7 @@ from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.serialize import load_trace, save
 from lowtide.core.trace import Kind, Reach, Trace
+from lowtide.errors import BudgetTooSmall
 from lowtide.execute.tide.script import run_script
 from lowtide.plan.policies.auto import Auto
 from lowtide.report import problem_of, settle
@@ -174,3 +175,26 @@ def test_a_captured_script_needs_and_plans_what_a_run_of_it_does(
         fitted.answer.prediction,
     )
     assert plan.swaps or plan.recomputes, "nothing is decided: this shows nothing"
+
+
+GRAIN_BYTES = 64 << 10  # what refusals are told in
+
+
+@pytest.mark.parametrize(("foreach", "share"), [(False, 0.5), (True, 0.9)])
+def test_a_refusal_tells_the_floor_that_plan_tells_and_obeying_it_once_is_enough(
+    foreach: bool, share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, path = tmp_path / "train.py", tmp_path / "step.trace"
+    script.write_text(SCRIPT.format(foreach=foreach))
+    assert main(["capture", "-o", str(path), str(script)]) == 0
+    capsys.readouterr()
+    floor_bytes = _told(capsys, "plan", "--floor", "--json", str(path))["floor_bytes"]
+    gc.collect()
+    with pytest.raises(BudgetTooSmall) as refused:
+        run_script(script, [], budget=int(share * floor_bytes), spill=tmp_path)
+    needed_bytes = refused.value.needed_bytes
+    refused.value.__traceback__ = None
+    del refused
+    gc.collect()
+    assert floor_bytes <= needed_bytes < floor_bytes + GRAIN_BYTES
+    run_script(script, [], budget=needed_bytes, spill=tmp_path)

@@ -1,4 +1,4 @@
-"""Tracebacks of a script: as Python shows them, without the frames of Lowtide that led there."""
+"""Tracebacks of a script as Python shows them, without the frames of Lowtide; tables that cut nothing off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.cli import output
+from lowtide.cli import doctor, output
 
 CHAIN = """
 def fail():
@@ -84,3 +84,17 @@ DEMO = str(output._PACKAGE / "cli" / "demo_train.py")
 )
 def test_which_frames_are_shown(frames: list[str], shown: list[str]) -> None:
     assert raised_through(frames) == shown
+
+
+def test_a_long_path_is_whole_in_a_window_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "/" + "/".join(["directory"] * 12) + "/liblowtide.so"
+    finding = doctor.Finding(what="native part", verdict=doctor.Verdict.OK, detail=f"built here ({path})")
+    doctor._print([finding])
+    told = capsys.readouterr().out
+    output.console().print(output.facts("title", [("page", path)]))
+    for text in (told, capsys.readouterr().out):
+        assert max(map(len, text.splitlines())) <= 80
+        assert path in "".join(text.split())

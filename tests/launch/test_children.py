@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lowtide.launch.settings import SITE
 
 TRAIN = """
 import os, sys
@@ -156,14 +159,15 @@ def rank(index):
 
 if __name__ == "__main__":
     list(DataLoader(list(range(4)), num_workers=1, multiprocessing_context="spawn"))
-    mp.spawn(rank, nprocs=2)
+    mp.start_processes(rank, nprocs=2, start_method=sys.argv[2])
 """
 
 
-def test_spawned_ranks_have_the_budget_and_spawned_loaders_do_not(train: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_ranks_have_the_budget_and_spawned_loaders_do_not(method: str, train: Path, tmp_path: Path) -> None:
     spawn = tmp_path / "spawn.py"
     spawn.write_text(SPAWN)
-    found = run_json(tmp_path, spawn, train)
+    found = run_json(tmp_path, spawn, train, method)
     assert len(found["processes"]) == 2, "the loader's worker trains nothing"
     for process in found["processes"]:
         stats = process["stats"]
@@ -194,6 +198,23 @@ def test_a_python_that_cannot_be_reached_is_named_or_refused(
     strict = lowtide("run", "--budget", BUDGET, "--strict", script, nothing, cwd=tmp_path)
     assert strict.returncode == 2
     assert "--strict forbids" in strict.stderr
+
+
+def test_a_python_without_lowtide_ends_where_it_would_import_torch(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=False)
+    (packages,) = bare.glob("lib/python*/site-packages")
+    (packages / "torch.py").write_text("print('trains')\n")
+    script = tmp_path / "start.py"
+    start = f"[{str(bare / 'bin' / 'python')!r}, '-c', sys.argv[1]], env={{**os.environ, 'PYTHONPATH': {str(SITE)!r}}}"
+    script.write_text(f"import os, subprocess, sys\nsys.exit(subprocess.call({start}))\n")
+    trains = lowtide("run", "--budget", BUDGET, script, "import torch", cwd=tmp_path)
+    assert trains.returncode == 2
+    assert trains.stdout == ""
+    assert f"{bare / 'bin' / 'python'} has no Lowtide" in trains.stderr
+    assert "would train outside the budget: install lowtide there" in trains.stderr
+    helps = lowtide("run", "--budget", BUDGET, script, "print('helps')", cwd=tmp_path)
+    assert (helps.returncode, helps.stdout) == (0, "helps\n"), helps.stderr
 
 
 FORK = """

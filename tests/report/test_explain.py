@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from lowtide import registry
+from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Recompute
 from lowtide.core.timeline import Lane, Span, Timeline
-from lowtide.core.trace import Gap
-from lowtide.report import Way, journeys, problem_of, settle, summarize
+from lowtide.core.trace import Gap, Phase
+from lowtide.report import Focus, Way, journeys, problem_of, settle, summarize
+from lowtide.report.compare import Setting, comparison_of
+from lowtide.report.explain import module_of
+from lowtide.report.page import page_of
 from lowtide.report.summary import rows
 from lowtide.report.thin import MOST, thin_memory, thin_spans
-from lowtide.testing.traces import chain_trace
+from lowtide.testing.traces import chain_trace, machine_of, training_trace
 from tests.report.samples import MACHINE, POLICIES, share, vgg
 
 CHAIN = chain_trace(4)
@@ -76,6 +81,49 @@ def test_what_never_came_back_was_unused_or_stayed() -> None:
     (kept,) = journeys(CHAIN, None, timeline_of(out(0, 1.0, 2.0, op=2)))
     (unused,) = journeys(CHAIN, None, timeline_of(out(0, 1.0, 2.0, op=8)))
     assert (kept.way, unused.way) == (Way.KEPT, Way.UNUSED)
+
+
+# Operators: two layers forward, backward and updated. Storages: parameters, moments, gradients, outputs.
+TRAINING = training_trace(2, moments=1)
+PARAMETER, MOMENT, GRADIENT, OUTPUT = 0, 2, 4, 6
+
+
+def test_state_that_is_away_over_the_end_of_a_step_is_carried_over() -> None:
+    # The moment of layer 0 is used by operator 4 alone, so that it is away from the end of a step to that operator.
+    came, went = journeys(TRAINING, None, timeline_of(back(MOMENT, 3.0, 4.0, op=3), out(MOMENT, 5.0, 6.0, op=5)))
+    assert (came.way, came.out_s, came.ready_s) == (Way.CARRIED, None, 4.0)
+    assert (went.way, went.out_s, went.ready_s) == (Way.CARRIED, 5.0, None)
+
+
+def test_where_pages_move_every_touch_is_a_need() -> None:
+    (kept,) = journeys(TRAINING, None, timeline_of(out(PARAMETER, 1.0, 2.0, op=1)))
+    (unused,) = journeys(TRAINING, None, timeline_of(out(OUTPUT, 4.0, 5.0, op=4)))
+    (released,) = journeys(TRAINING, None, timeline_of(back(PARAMETER, 2.0, 3.0, op=2)))
+    assert (kept.way, unused.way, released.way) == (Way.KEPT, Way.UNUSED, Way.RELEASED)
+
+
+def test_state_is_told_by_its_layer() -> None:
+    named = replace(
+        TRAINING,
+        ops=tuple(replace(op, module=op.name) if op.phase is Phase.FORWARD else op for op in TRAINING.ops),
+    )
+    found = module_of(named)
+    for layer in (0, 1):
+        names = {found[storage + layer] for storage in (PARAMETER, MOMENT, GRADIENT, OUTPUT)}
+        assert names == {f"layer{layer}"}
+    at_once = training_trace(2, moments=1, updates_at_once=True)
+    named = replace(at_once, ops=tuple(replace(op, module=op.name) for op in at_once.ops[:2]) + at_once.ops[2:])
+    assert MOMENT not in module_of(named), "it updates both layers, and does not tell which moment is whose"
+
+
+def test_the_page_says_how_long_state_is_not_needed() -> None:
+    machine = machine_of(Link(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
+    problem = problem_of(TRAINING, machine, budget_bytes=(TRAINING.floor_bytes() + TRAINING.peak_bytes) // 2)
+    comparison = comparison_of(Setting(trace=TRAINING, machines=(machine,)), [], trace_path="")
+    page = page_of(comparison, Focus(problem=problem, steps=(settle(problem, registry.policy("auto")),)))
+    why = [journey["why"] for journey in page["focus"]["steps"][0]["journeys"]]
+    assert any("not needed for" in text or "not needed until the next step" in text for text in why)
+    assert "planned" not in why, "a reason without figures"
 
 
 def test_a_recomputation_ends_with_the_runs_before_its_operator() -> None:

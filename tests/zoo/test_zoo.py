@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide import zoo
+from lowtide.core.spelling import bare
 from lowtide.errors import BadArgument
 from lowtide.zoo.resnet import stages
 from tests.zoo.sizes import SMALL
@@ -148,6 +149,8 @@ def test_a_wrong_name_or_size_is_answered_with_the_right_ones(name: str, sizes: 
 
 def test_names_are_known_without_torch_and_in_any_spelling() -> None:
     assert zoo.find("GPT3-175B") is zoo.MODELS["gpt3_175b"]
+    assert zoo.find("Llama7B") is zoo.MODELS["llama_7b"]
+    assert zoo.find("gpt-2 XL") is zoo.MODELS["gpt2_xl"]
     assert zoo.sizes_of("gpt3_175b")["layers"] == 96
     code = "import sys; from lowtide import zoo; zoo.find('vit'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -161,3 +164,10 @@ def test_the_page_of_the_zoo_names_every_model_and_every_size() -> None:
         name = line.split("`")[1]
         missing = [size for size in zoo.sizes_of(name) if size not in line]
         assert missing in ([], ["fused", "dropout"]), (name, missing)
+
+
+def test_no_two_models_share_the_letters_of_their_names() -> None:
+    meant: dict[str, set[str]] = {}
+    for name, model in {**{name: name for name in zoo.MODELS}, **zoo.ALIASES}.items():
+        meant.setdefault(bare(name), set()).add(model)
+    assert {name: models for name, models in meant.items() if len(models) > 1} == {}

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = group.main(args=None if argv is None else list(argv), prog_name="lowtide", standalone_mode=False)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "lowtide"
-        message = error.format_message().rstrip(".")
+        message = error.format_message().rstrip(".") + _example_with(error)
         return _fail(f"{message[:1].lower()}{message[1:]} (see '{where} --help')")
     except click.ClickException as error:
         return _fail(error.format_message())
@@ -130,6 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _example_with(error: click.UsageError) -> str:
+    """Return the example of a command's help that shows the option or argument that is missing."""
+    if not isinstance(error, click.MissingParameter) or error.ctx is None or error.param is None:
+        return ""
+    lines = [line.strip() for line in (error.ctx.command.help or "").splitlines()]
+    examples = [line for line in lines if line.startswith(f"{error.ctx.command_path} ")]
+    if isinstance(error.param, click.Option):
+        examples = [line for line in examples if not set(line.split()).isdisjoint(error.param.opts)]
+    return f": write for example '{examples[0]}'" if examples else ""
 
 
 def _summary(command: click.Command) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from lowtide.cli.checks import similar_file
 from lowtide.cli.output import warn
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument, BudgetTooSmall, PlanError, TraceError
@@ -56,7 +57,8 @@ def read_trace(path: Path) -> Trace:
     try:
         return load_trace(path)
     except FileNotFoundError:
-        raise BadArgument(f"trace {path} does not exist: make one with 'lowtide capture -o {path} script.py'") from None
+        meant = similar_file(path) or f": make one with 'lowtide capture -o {path} script.py'"
+        raise BadArgument(f"trace {path} does not exist{meant}") from None
     except OSError as error:
         raise BadArgument(f"trace {path} cannot be read ({error.strerror or error}): check the path") from None
     except TraceError as error:

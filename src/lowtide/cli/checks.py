@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lowtide.cli.output import warn
+from lowtide.core.spelling import did_you_mean, is_close
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.memory.budget import (
@@ -39,11 +40,20 @@ def check_script(path: Path) -> Path:
         with path.open("rb"):
             return path
     except FileNotFoundError:
-        raise BadArgument(
-            f"script {path} does not exist: check the path (it comes after lowtide's own options)"
-        ) from None
+        meant = similar_file(path) or ": check the path (it comes after lowtide's own options)"
+        raise BadArgument(f"script {path} does not exist{meant}") from None
     except OSError as error:
         raise BadArgument(f"script {path} cannot be read ({error.strerror}): change its permissions") from None
+
+
+def similar_file(path: Path) -> str:
+    """Return ": did you mean 'train.py'?" for files beside a missing one that have its suffix and a similar name."""
+    try:
+        beside = [each for each in path.parent.iterdir() if each.suffix == path.suffix]
+    except OSError:
+        return ""
+    # By its own name: the paths of all files in a folder are alike.
+    return did_you_mean(str(path), [str(each) for each in beside if is_close(path.stem, each.stem)])
 
 
 def check_module(name: str) -> None:
@@ -73,7 +83,7 @@ def check_spill(locations: Sequence[str]) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Refuse a spill location that is no directory."""
+    """Refuse a spill location that is not a directory."""
     if not path.exists():
         raise BadArgument(f"spill directory {path} does not exist: create it, or pass another with --spill")
     if not path.is_dir():

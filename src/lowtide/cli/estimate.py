@@ -12,9 +12,10 @@ from lowtide.cli.cases import budget_for, check_budget, check_floor, read_trace,
 from lowtide.cli.checks import check_policy
 from lowtide.cli.models import build_trace, check_model, find_machine, model_options
 from lowtide.cli.output import console, echo_json, facts
-from lowtide.core.trace import Reach
+from lowtide.core.trace import Phase, Reach
 from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument, PlanError
+from lowtide.zoo.huggingface import PREFIX
 
 if TYPE_CHECKING:
     from lowtide.cli.models import Wanted
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # A change that saves less than a tenth is not worth a line.
 _WORTH_TELLING = 0.9
+_DAY_S = 86400
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -98,8 +100,7 @@ def command(
         raise BadArgument(f"machine {target.name!r} does not state its memory: pass --budget")
     policy = check_policy(policy)
     if wanted is not None:
-        reach = Reach.TOUCHED if target.addressable else Reach.SAVED
-        trace = build_trace(wanted, fake=True, machine=machine, reach=reach)
+        trace = build_trace(wanted, fake=True, machine=machine)
     else:
         assert trace_path is not None
         trace = read_trace(trace_path)
@@ -161,7 +162,7 @@ def _inference(
     if checkpoint is not None:
         found, name = of_checkpoint(checkpoint, batch=batch, tokens=tokens), checkpoint.resolve().name
     elif wanted is not None:
-        found, name = of_model(wanted, tokens=tokens), wanted.name
+        found, name = of_model(wanted, tokens=tokens), wanted.name.removeprefix(PREFIX)
     else:
         raise BadArgument("--inference needs --model NAME, --hf-config FILE or --checkpoint DIR")
     if budget is None:
@@ -216,10 +217,18 @@ def _answer(problem: Problem, policy: str) -> dict[str, Any]:
         "stall_s": None if timeline is None else timeline.stall_s,
         "recompute_s": None if timeline is None else timeline.recompute_s,
         "moved_out_bytes": None if timeline is None else timeline.moved_out_bytes,
+        "moved_in_bytes": None if timeline is None else timeline.moved_in_bytes,
+        "written_bytes_per_day": None if timeline is None else _per_day(timeline.moved_out_bytes, timeline.step_s),
+        "read_bytes_per_day": None if timeline is None else _per_day(timeline.moved_in_bytes, timeline.step_s),
         "slow_s": None if timeline is None else timeline.slow_s,
         "placed_bytes": None if settled is None else _placed_bytes(settled.plan, trace),
         "slowdown": None if timeline is None or not trace.duration_s else timeline.step_s / trace.duration_s,
     }
+
+
+def _per_day(nbytes: int, step_s: float) -> float:
+    """Return what steps of so many bytes move in a day of nothing else."""
+    return nbytes * _DAY_S / step_s if step_s else 0.0
 
 
 def _settled(problem: Problem, policy: str) -> Settled | None:
@@ -258,15 +267,22 @@ def remedies_for(trace: Trace, *, budget_bytes: int, wanted: Wanted | None) -> l
     from lowtide.estimate.parts import Part, parts_of
     from lowtide.estimate.presets import PRESETS
 
-    floor_bytes, static_bytes = trace.floor_bytes(), trace.static_bytes
+    floor_bytes, floor_op = trace.floor_bytes(), trace.floor_op()
+    # Where every tensor can leave, no state is in the way: the floor is what one operator works on.
+    pages = trace.reach is Reach.TOUCHED
+    static_bytes = 0 if pages else trace.static_bytes
+    updating = floor_op is not None and floor_op.phase is Phase.UPDATE
     enough = sorted(
         (capacity, name)
         for name, preset in PRESETS.items()
-        if (capacity := preset.machine.capacity_bytes) is not None and capacity >= floor_bytes
+        if (capacity := preset.machine.capacity_bytes) is not None
+        and capacity >= floor_bytes
+        # Where the state cannot leave, the floor is another.
+        and (preset.machine.moves_pages or not pages)
     )
     having = ", ".join(f"{name} ({format_bytes(nbytes)})" for nbytes, name in enough[:2])
     found = [Remedy(change=f"a larger budget{f': {having}' if having else ''}", needed_bytes=floor_bytes)]
-    if wanted is not None and wanted.batch > 1:
+    if wanted is not None and wanted.batch > 1 and not (pages and updating):
         each_bytes = (floor_bytes - static_bytes) / wanted.batch
         batch = max(1, int((budget_bytes - static_bytes) / each_bytes)) if each_bytes > 0 else 1
         needed_bytes = static_bytes + int(batch * each_bytes)
@@ -274,6 +290,8 @@ def remedies_for(trace: Trace, *, budget_bytes: int, wanted: Wanted | None) -> l
     if wanted is not None and wanted.dtype in ("float32", "float64"):
         half = floor_bytes // (2 if wanted.dtype == "float32" else 4)
         found.append(Remedy(change="--dtype bfloat16 for everything", needed_bytes=half))
+    if pages:
+        return found
     parts = parts_of(trace)
     state, gradients = parts[Part.OPTIMIZER].most_bytes, parts[Part.GRADIENTS].most_bytes
     lean, frozen = floor_bytes - state, max(floor_bytes - state - gradients, parts[Part.WEIGHTS].most_bytes)
@@ -313,13 +331,18 @@ def _print(answer: dict[str, Any], machine: Machine) -> None:
     else:
         step = f"{format_seconds(answer['managed_step_s'])} a step"
         rows += [
-            ("moved out", format_bytes(answer["moved_out_bytes"])),
+            ("moved in a step", f"{_moved(answer['moved_out_bytes'], answer['moved_in_bytes'])}"),
+            ("moved in a day", f"{_moved(answer['written_bytes_per_day'], answer['read_bytes_per_day'])}"),
             ("stalled", format_seconds(answer["stall_s"])),
             *([("run again", format_seconds(answer["recompute_s"]))] if answer["recompute_s"] else []),
             *_slow_rows(answer),
             ("verdict", f"fits with policy {answer['policy']}: {step}, {answer['slowdown']:.2f}x"),
         ]
     console().print(facts(f"{answer['model'] or 'The step'}, simulated", rows))
+
+
+def _moved(out_bytes: float, in_bytes: float) -> str:
+    return f"{format_bytes(int(out_bytes))} written, {format_bytes(int(in_bytes))} read"
 
 
 def _slow_rows(answer: dict[str, Any]) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,19 @@ from lowtide.cli.output import console, echo_json, facts
 from lowtide.core.units import format_bytes, format_rate, format_seconds
 from lowtide.errors import BadArgument, BudgetTooSmall
 from lowtide.estimate.inference import Inference, Served, Weight, served
+from lowtide.zoo.huggingface import PREFIX
 
 if TYPE_CHECKING:
     from lowtide.cli.models import Wanted
     from lowtide.core.machine import Machine
 
-_NAMES = {"kv_heads": "num_key_value_heads", "heads": "num_attention_heads", "layers": "num_hidden_layers"}
+_NAMES = {
+    "kv_heads": "num_key_value_heads",
+    "heads": "num_attention_heads",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "head_width": "head_dim",
+}
 
 
 def of_checkpoint(path: Path, *, batch: int, tokens: int) -> Inference:
@@ -25,20 +33,19 @@ def of_checkpoint(path: Path, *, batch: int, tokens: int) -> Inference:
 
     files = files_of(path)
     headers = {}
-    for file in dict.fromkeys(file for file, _ in files.values()):
+    for file in dict.fromkeys(one.file for one in files.values()):
         with reader_of(file) as reader:
             headers[file] = reader.tensors
     weights = []
-    for name, (file, key) in files.items():
-        if key not in headers[file]:
-            raise BadArgument(f"the index of {path} names '{key}', which {file.name} does not hold")
-        stored = headers[file][key]
-        count = 1
-        for length in stored.shape:
-            count *= length
-        weights.append(Weight(name=name, count=count, nbytes=stored.nbytes))
+    for name, one in files.items():
+        if one.key not in headers[one.file]:
+            raise BadArgument(f"{one.file} does not hold '{one.key}', which {path} says it does")
+        stored = one.described(headers[one.file][one.key])
+        weights.append(Weight(name=name, count=prod(stored.shape), nbytes=stored.nbytes))
+    if not weights:
+        raise BadArgument(f"{path} holds no tensors")
     config = path / "config.json"
-    sizes = json.loads(config.read_text()) if config.is_file() else {}
+    sizes = _fields(config) if config.is_file() else {}
     largest = max(weights, key=lambda weight: weight.nbytes)
     width = largest.nbytes // largest.count if largest.count else 0
     return Inference(weights=weights, cache_bytes_per_token=_cache_bytes(sizes) * width, batch=batch, tokens=tokens)
@@ -54,22 +61,34 @@ def of_model(wanted: Wanted, *, tokens: int) -> Inference:
         model = zoo.build(wanted.name, batch=wanted.batch, dtype=wanted.dtype, **wanted.sizes).model
     weights = [Weight(name=name, count=one.numel(), nbytes=one.nbytes) for name, one in model.state_dict().items()]
     sizes: dict[str, Any] = {**zoo.sizes_of(wanted.name), **wanted.sizes}
-    fields = {**sizes, **{field: sizes[size] for size, field in _NAMES.items() if size in sizes}}
-    fields |= {"hidden_size": sizes.get("width"), "head_dim": sizes.get("head_width")}
+    fields = _fields(Path(wanted.name.removeprefix(PREFIX))) if wanted.name.startswith(PREFIX) else {}
+    fields |= {field: sizes[size] for size, field in _NAMES.items() if size in sizes}
     width = torch.empty((), dtype=getattr(torch, wanted.dtype)).element_size()
     return Inference(
         weights=weights, cache_bytes_per_token=_cache_bytes(fields) * width, batch=wanted.batch, tokens=tokens
     )
 
 
+def _fields(config: Path) -> dict[str, Any]:
+    """Return what a config.json says."""
+    try:
+        fields = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        raise BadArgument(
+            f"{config} cannot be read ({error}): it should be a Hugging Face model's config.json"
+        ) from error
+    if not isinstance(fields, dict):
+        raise BadArgument(f"{config} holds a {type(fields).__name__}: name the config.json of a Hugging Face model")
+    return fields
+
+
 def _cache_bytes(sizes: Mapping[str, Any]) -> int:
     """Return how many numbers one token adds to the cache of keys and values (0: there is none, or it is not known)."""
-    layers, heads = sizes.get("num_hidden_layers"), sizes.get("num_attention_heads")
-    kv_heads = sizes.get("num_key_value_heads") or heads
-    width = sizes.get("head_dim") or ((sizes.get("hidden_size") or 0) // heads if heads else 0)
-    if not layers or not kv_heads or not width:
-        return 0
-    return int(2 * layers * kv_heads * width)
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    layers, heads, kv_heads, width, hidden = (
+        length if type(length := sizes.get(name)) is int and length > 0 else 0 for name in names
+    )
+    return 2 * layers * (kv_heads or heads) * (width or (hidden // heads if heads else 0))
 
 
 def answer_inference(inference: Inference, *, model: str, machine: Machine, budget_bytes: int, as_json: bool) -> None:
@@ -82,7 +101,7 @@ def answer_inference(inference: Inference, *, model: str, machine: Machine, budg
         rows = [
             ("machine", f"{machine.name}, {format_bytes(budget_bytes)} of tensor memory"),
             ("link", f"{format_rate(link.read_bytes_per_s)} in"),
-            ("weights", f"{format_bytes(inference.weights_bytes)} in {len(inference.weights)} tensors"),
+            ("weights", f"{format_bytes(inference.weights_bytes)} in {_tensors(len(inference.weights))}"),
             ("gradients, optimizer state", "none"),
             ("cache of keys and values", _cache_text(inference)),
             ("floor", f"{format_bytes(inference.floor_bytes)}, set by {inference.largest.name}"),
@@ -98,6 +117,10 @@ def answer_inference(inference: Inference, *, model: str, machine: Machine, budg
         )
 
 
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
 def _cache_text(inference: Inference) -> str:
     if not inference.cache_bytes_per_token:
         return "not known: the model does not state its layers and heads"
@@ -111,6 +134,7 @@ def _served_rows(inference: Inference, found: Served | None, budget_bytes: int) 
         return [
             ("verdict", f"does not fit: the floor is {lacking} above the budget"),
             ("would fit", f"{format_bytes(inference.floor_bytes)}: a larger budget"),
+            *_remedies(inference, budget_bytes),
         ]
     rows = [("computing", format_seconds(found.compute_s) + " a word" if found.compute_s else "not known")]
     if not found.read_bytes:
@@ -119,11 +143,43 @@ def _served_rows(inference: Inference, found: Served | None, budget_bytes: int) 
         *rows,
         ("stays in memory", f"{format_bytes(found.kept_bytes)} of the weights"),
         ("read for every word", f"{format_bytes(found.read_bytes)}, {format_seconds(found.read_s)}"),
-        ("written", "nothing, if weights are read in place from the checkpoint"),
+        *_cache_rows(found),
         ("executed", "on the CPU: weights do not leave an accelerator yet"),
         ("read in a day", format_bytes(int(found.read_bytes_per_day))),
+        ("written in a day", _written_text(found)),
         ("verdict", f"fits: {format_seconds(found.word_s)} a word"),
     ]
+
+
+def _remedies(inference: Inference, budget_bytes: int) -> list[tuple[str, str]]:
+    """Return changes to a model that does not fit, by whether they are enough."""
+    largest = inference.largest
+    narrow = largest.nbytes // largest.count > 2 if largest.count else False
+    halved = Inference(
+        weights=[Weight(name=one.name, count=one.count, nbytes=one.nbytes // 2) for one in inference.weights],
+        cache_bytes_per_token=inference.cache_bytes_per_token // 2,
+        batch=inference.batch,
+        tokens=inference.tokens,
+    )
+    changes = [("half as many bits for every weight", halved.floor_bytes)] if narrow else []
+    if inference.cache_bytes:
+        changes.append(("one text of fewer tokens", largest.nbytes))
+    return [
+        ("would fit" if needed <= budget_bytes else "not enough alone", f"{format_bytes(needed)}: {change}")
+        for change, needed in changes
+    ]
+
+
+def _cache_rows(found: Served) -> list[tuple[str, str]]:
+    if not found.cache_read_bytes:
+        return []
+    return [("of the cache", f"{format_bytes(found.cache_read_bytes)} read and written for every word")]
+
+
+def _written_text(found: Served) -> str:
+    if found.cache_written_bytes:
+        return f"{format_bytes(int(found.written_bytes_per_day))}, of the cache"
+    return "nothing, if weights are read in place from the checkpoint"
 
 
 def _facts(
@@ -142,6 +198,9 @@ def _facts(
         "kept_bytes": None if found is None else found.kept_bytes,
         "read_bytes_per_word": None if found is None else found.read_bytes,
         "read_bytes_per_day": None if found is None else found.read_bytes_per_day,
+        "written_bytes_per_day": None if found is None else found.written_bytes_per_day,
+        "cache_read_bytes_per_word": None if found is None else found.cache_read_bytes,
+        "cache_written_bytes_per_word": None if found is None else found.cache_written_bytes,
         "word_s": None if found is None else found.word_s,
         "compute_s": None if found is None else found.compute_s,
     }

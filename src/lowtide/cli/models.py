@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lowtide import zoo
-from lowtide.core.trace import Reach
+from lowtide.core.trace import RANGE_BYTES, Reach
 from lowtide.errors import BadArgument, LowtideError
 from lowtide.zoo.huggingface import PREFIX
 
@@ -82,13 +82,18 @@ def _size(text: str) -> tuple[str, int | float | bool]:
 
 
 def build_trace(
-    wanted: Wanted, *, fake: bool, machine: str | None, steps: int = 2, reach: Reach = Reach.SAVED
+    wanted: Wanted, *, fake: bool, machine: str | None, steps: int = 2, reach: Reach | None = None
 ) -> Trace:
-    """Return the trace of a model, executed or not; `reach`: what the executor of one that is not could move."""
+    """Return the trace of a model, executed or not; `reach`: what the executor could move (None: by the machine)."""
     sizes: dict[str, Any] = dict(wanted.sizes)
     target = None if machine is None else find_machine(machine)
+    if reach is None:
+        reach = Reach.TOUCHED if target is None or target.moves_pages or target.addressable else Reach.SAVED
     from lowtide import capture_model
+    from lowtide.capture.fake import LEAST_BYTES
 
+    # On a host fit moves whatever has pages of its own.
+    on_host = reach is Reach.TOUCHED and not (target is not None and target.addressable)
     try:
         trace = capture_model(
             wanted.name,
@@ -98,6 +103,7 @@ def build_trace(
             steps=steps,
             dtype=wanted.dtype,
             reach=reach,
+            least_bytes=RANGE_BYTES if on_host else LEAST_BYTES,
             **sizes,
         )
         return replace(trace, model=wanted.name.removeprefix(PREFIX))

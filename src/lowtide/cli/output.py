@@ -58,7 +58,7 @@ def facts(title: str, rows: list[tuple[str, str]]) -> Group:
     """Return a two-column table of names and values under a title, which may be wider than the table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")  # a path is shown whole
     for name, value in rows:
         table.add_row(name, value)
     return Group(Text(title, style="italic"), table)

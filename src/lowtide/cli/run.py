@@ -147,7 +147,9 @@ def command(
         check_emulator(capacity, preset=emulate)
         budget = budget or f"device={capacity}"
     if budget is None:
-        raise click.UsageError("Missing option '--budget'.")
+        context = click.get_current_context()
+        (option,) = [option for option in context.command.params if option.name == "budget"]
+        raise click.MissingParameter(ctx=context, param=option)
     wanted = read_budget(budget)
     program = find_program(script, args, is_module=is_module)
     path = program.program if isinstance(program, Here) and isinstance(program.program, Path) else None

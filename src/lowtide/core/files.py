@@ -10,7 +10,7 @@ from pathlib import Path
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it.
 
-    A link is followed: what it points to is written. What is no file, such as a device or a pipe, is written into.
+    A link is followed: its target is written. A device or a pipe, which is not a file, is written into.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():

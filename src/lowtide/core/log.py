@@ -13,7 +13,7 @@ class Event(IntEnum):
     An executor that moves pages logs no PACK, UNPACK, SOLE and GONE, and these instead. EXISTS (a: serial, b: bytes):
     a block that is alive when the log starts. TOUCH (a: serial, b: 1 if it was written): a touch that no operator
     announced, seen by a page fault. LEFT (a: serial, b: bytes, c: 1 if they had to be written) and CAME_BACK (a:
-    serial, b: bytes): pages of a block that is alive all the same.
+    serial, b: bytes): pages of a block that is still alive.
     """
 
     ALLOC = 0

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MACHINE_VERSION = 4
+# The source of a machine's figures: Lowtide's own measurements of the host that it runs on, or of its transfers.
+MEASURED = "measured"
+SEEN = "seen"
+_HOST_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,14 @@ class Machine:
     capacity_bytes: int | None = None
     page_bytes: int = 2 << 20
     page_fault_s: float = 0.0
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether every tensor of a training can leave, page by page: on a host; on an accelerator what autograd saved.
+
+        Hosts have the kernel's own pages, or were measured.
+        """
+        return self.page_bytes <= _HOST_PAGE_BYTES or self.source in (MEASURED, SEEN)
 
     @property
     def addressable(self) -> tuple[str, ...]:

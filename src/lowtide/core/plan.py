@@ -164,7 +164,7 @@ class Address:
 
     `block` is a storage, until it is freed or leaves: it has one address for each time that it is there. With n
     storages, n + i is what operator i needs beside storages. What was there before the step lies below all of that and
-    has none. Whoever has an allocator of his own may place blocks himself, and says so.
+    has none. A backend with its own allocator may place blocks itself, and says so.
     """
 
     block: int

@@ -56,7 +56,7 @@ class Reach(StrEnum):
     """Which storages the executor of a step can move, and so where their gaps lie.
 
     SAVED: those that autograd saved, from the time it alone holds them until it asks for them back (hooks).
-    TOUCHED: all of them, between any two touches, whoever holds them (pages). Bytes that did not change since they
+    TOUCHED: all of them, between any two touches, held or not (pages). Bytes that did not change since they
     were last written out are not written again.
     """
 
@@ -113,7 +113,7 @@ class Storage:
 class Save:
     """A storage that autograd saved, and when it asked for it back.
 
-    `packed_op`: the operator that first saved it. `free_op`: the first operator at whose start nobody but autograd held
+    `packed_op`: the operator that first saved it. `free_op`: the first operator at whose start only autograd held
     the storage (None: the program held it all along, so moving it frees nothing). `uses`: the operators before which
     autograd unpacked it, ascending. `released_op`: the operator at which autograd let it go. `packs`: how many
     saved tensors share the storage.

@@ -25,7 +25,7 @@ _AMBIGUOUS = {"k", "m", "g", "t"}
 def parse_bytes(text: str | int) -> int:
     """Return the bytes that `text` states, such as 4096, "512MiB" or "1.5 GB"; part of a byte is cut off.
 
-    Raises ValueError in one line when there is no number, no known unit, or something that is neither int nor text.
+    Raises ValueError, in one line, if `text` is neither int nor text, or has no number or no known unit.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise ValueError(f"cannot read {text!r} as a size: write bytes as an int or a text such as '2GiB'")

@@ -2,7 +2,8 @@
 
 Symbols: W bytes of weights, K of the cache of keys and values, L of the largest weight, B the budget.
 Weights are used in the same order in every pass, so of those that do not fit, W - (B - K - 2 L), each is read once
-a pass: L bytes are in use, and L more are on their way meanwhile.
+a pass: L bytes are in use, and L more are on their way meanwhile. Where K alone does not fit beside them, what is left
+of it, K - (B - 2 L), is read and written once a word, too: keys and values that have grown are new tensors.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Served:
 
     kept_bytes: int
     read_bytes: int
+    cache_read_bytes: int
+    cache_written_bytes: int
     read_s: float
     compute_s: float
 
@@ -79,7 +82,15 @@ class Served:
     @property
     def read_bytes_per_day(self) -> float:
         """What a disk reads in a day of nothing else."""
-        return self.read_bytes * _DAY_S / self.word_s if self.word_s else 0.0
+        return self._per_day(self.read_bytes + self.cache_read_bytes)
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        """What is written to it meanwhile: what has left of the cache."""
+        return self._per_day(self.cache_written_bytes)
+
+    def _per_day(self, nbytes: int) -> float:
+        return nbytes * _DAY_S / self.word_s if self.word_s else 0.0
 
 
 def served(inference: Inference, machine: Machine, link: Link, *, budget_bytes: int) -> Served | None:
@@ -88,15 +99,29 @@ def served(inference: Inference, machine: Machine, link: Link, *, budget_bytes: 
         return None
     weights_bytes = inference.weights_bytes
     if inference.peak_bytes <= budget_bytes:
-        kept_bytes, read_bytes = weights_bytes, 0
+        kept_bytes, read_bytes, cache_read_bytes = weights_bytes, 0, 0
     else:
-        kept_bytes = max(0, budget_bytes - inference.cache_bytes - 2 * inference.largest.nbytes)
-        read_bytes = max(0, weights_bytes - kept_bytes)
-    read_s = link.read_s(read_bytes) if read_bytes else 0.0
+        # At the floor there is no room to read ahead, and the part of the cache that is in use has its own.
+        room_bytes = max(budget_bytes - 2 * inference.largest.nbytes, 0)
+        kept_bytes = min(max(0, room_bytes - inference.cache_bytes), weights_bytes)
+        read_bytes = weights_bytes - kept_bytes
+        cache_read_bytes = max(0, inference.cache_bytes - room_bytes)
+    cache_written_bytes = cache_read_bytes
+    moved_bytes = read_bytes + cache_read_bytes
+    read_s = link.read_s(moved_bytes) if moved_bytes else 0.0
+    if cache_written_bytes and not link.duplex:
+        read_s += link.write_s(cache_written_bytes)
     operations = 2.0 * inference.batch * sum(weight.count for weight in inference.weights)
     touched_bytes = weights_bytes + inference.cache_bytes
     compute_s = max(
         operations / machine.flops_per_s if machine.flops_per_s else 0.0,
         touched_bytes / machine.memory_bytes_per_s if machine.memory_bytes_per_s else 0.0,
     )
-    return Served(kept_bytes=kept_bytes, read_bytes=read_bytes, read_s=read_s, compute_s=compute_s)
+    return Served(
+        kept_bytes=kept_bytes,
+        read_bytes=read_bytes,
+        cache_read_bytes=cache_read_bytes,
+        cache_written_bytes=cache_written_bytes,
+        read_s=read_s,
+        compute_s=compute_s,
+    )

@@ -4,7 +4,7 @@
 operators reach of them is `predict.Shares`. The tier "spill" is what lies below fast memory: host memory below a GPU,
 a disk below a CPU. Where a machine names "disk" too, that is the tier below the host's memory.
 
-Figures that nobody measured are scaled from ones that somebody did, and say so.
+Figures that were not measured are scaled from measured ones, and say so.
 """
 
 from __future__ import annotations

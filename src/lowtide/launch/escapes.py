@@ -38,7 +38,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def why_not(program: object, words: object, environment: Mapping[Any, Any] | None) -> str:
-    """Return why a process cannot be given the budget; nothing where it can, or where it is no Python."""
+    """Return why a process cannot be given the budget; an empty text where it can, or where it is not a Python."""
     command = _texts(words)
     first = os.fsdecode(program) if isinstance(program, str | bytes | os.PathLike) else ""
     first = first or (command[0] if command else "")

@@ -19,7 +19,7 @@ SITE = Path(__file__).parent / "site"
 class Settings:
     """The options of a run. `notes` is the directory in which its processes say how they fare.
 
-    `strict`: whatever would make the budget less than a budget is an error. `log`: the file that steps are appended to.
+    `strict`: everything that would weaken the budget is an error. `log`: the file that steps are appended to.
     `live`: show a line of status in the terminal.
     """
 

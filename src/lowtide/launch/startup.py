@@ -116,6 +116,8 @@ def _when_it_trains(work: Callable[[], None]) -> None:
 
 def _begin(settings: Settings) -> None:
     """Be inside the budget from here to the end of the process."""
+    from multiprocessing.util import Finalize
+
     stack = ExitStack()
     try:
         note, stats = _enter(settings, stack)
@@ -124,11 +126,16 @@ def _begin(settings: Settings) -> None:
         _say(str(error))
         raise SystemExit(_EXIT_REFUSED) from None
     pid, directory = os.getpid(), Path(settings.notes)
+    has_left = False
 
     def leave(failure: tuple[type[BaseException], BaseException, TracebackType | None] | None = None) -> None:
         if os.getpid() != pid:
             return  # a fork, which has neither the budget nor anything to say of it
         atexit.unregister(leave)
+        nonlocal has_left
+        if has_left:
+            return
+        has_left = True
         figures = stats()
         try:
             stack.__exit__(*(failure or (None, None, None)))
@@ -137,6 +144,8 @@ def _begin(settings: Settings) -> None:
                 notes.leave(directory, note, figures)
 
     atexit.register(leave)
+    # A child of the fork server ends without atexit, but runs the finalizers of multiprocessing; ours comes last.
+    Finalize(None, leave, exitpriority=-100)
     _tell_refusals(leave)
 
 
@@ -184,7 +193,7 @@ def _enter(settings: Settings, stack: ExitStack) -> tuple[notes.Note, Callable[[
 
 
 def _tell_refusals(leave: Callable[..., None]) -> None:
-    """Tell an allocation that the budget refused, and that nobody caught, in one line instead of a traceback."""
+    """Report an allocation that the budget refused, if the program did not catch it, in one line, not a traceback."""
     before = sys.excepthook
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -201,7 +210,7 @@ def _tell_refusals(leave: Callable[..., None]) -> None:
 
 
 def rank() -> int | None:
-    """Return the number that a launcher gave this process in its job (None: it is no rank)."""
+    """Return the number that a launcher gave this process in its job (None: it is not a rank)."""
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])

@@ -203,7 +203,7 @@ class Solver:
         self._problems: dict[int, Problem] = {}
 
     def __call__(self, case: Case) -> Answer:
-        """Return what becomes of a case; whatever goes wrong in a policy is its result, not the comparison's end."""
+        """Return the result of a case; a policy that fails has that as its result, and the comparison goes on."""
         machine = self._setting.machines[case.machine].name
         try:
             problem = replace(self._problem(case.machine), budget_bytes=case.budget_bytes)
@@ -212,7 +212,7 @@ class Solver:
             return Answer(result=_too_small(case, machine, error, self._setting.trace))
         except LowtideError as error:
             return Answer(result=_refusal(case, machine, str(error)))
-        except Exception as error:  # noqa: BLE001 - a policy of somebody else's may raise anything
+        except Exception as error:  # noqa: BLE001 - a third-party policy may raise anything
             reason = f"{type(error).__name__}: {error}".strip()
             return Answer(result=replace(_refusal(case, machine, reason), crashed=True))
         # The name it was selected by: what a policy calls itself in its plans may be another.

@@ -1,26 +1,28 @@
-"""The plan explained storage by storage: what left, when it came back, why, and whether anybody waited for it."""
+"""The plan explained storage by storage: which left, when each came back, why, and how long operators waited for it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from lowtide.core.plan import Plan, Recompute
 from lowtide.core.timeline import Lane, Span, Timeline
-from lowtide.core.trace import Op, Trace
+from lowtide.core.trace import Op, Phase, Reach, Trace
 
 
 class Way(StrEnum):
     """How a storage was away.
 
-    SWAPPED: copied to the tier and read back. UNUSED: copied, and never asked for again. KEPT: wanted back while it
-    was being copied, so that it stayed. RELEASED: its bytes were given up without a copy, for the tier still had one.
-    REMADE: given up without a copy, and made again by running operators.
+    SWAPPED: copied to the tier and read back. CARRIED: away from the end of one step to the next, so that this step has
+    only its copy or only its return. UNUSED: copied, and never needed again. KEPT: needed while it was being copied, so
+    that it stayed. RELEASED: its bytes were given up without a copy, for the tier still had one. REMADE: given up
+    without a copy, and made again by running operators.
     """
 
     SWAPPED = "swapped"
+    CARRIED = "carried over"
     UNUSED = "unused"
     KEPT = "kept"
     RELEASED = "released"
@@ -60,6 +62,50 @@ def journeys(trace: Trace, plan: Plan | None, timeline: Timeline) -> tuple[Journ
     return tuple(found)
 
 
+def needs(trace: Trace) -> Mapping[int, Sequence[int]]:
+    """Return the operators that need each storage to be there, ascending.
+
+    Where pages move, that is every operator that touches it; those of the next step count on from `len(trace.ops)`.
+    Elsewhere it is each operator before which autograd asks for what it saved.
+    """
+    if trace.reach is Reach.TOUCHED:
+        end = len(trace.ops)
+        return {
+            storage: (*life.touches, *(end + op for op in life.touches[:1] if life.forever))
+            for storage, life in trace.lives().items()
+        }
+    found: dict[int, set[int]] = {}
+    for save in trace.saves:
+        found.setdefault(save.storage, set()).update(save.uses)
+    return {storage: sorted(uses) for storage, uses in found.items()}
+
+
+def module_of(trace: Trace) -> Mapping[int, str]:
+    """Return the module that each storage belongs to, where the trace tells.
+
+    That is the module of its maker; of a storage that was there before, the first that uses it. Gradients and optimizer
+    state belong to the module whose parameter is updated with them by an operator that updates no other.
+    """
+    found: dict[int, str] = {}
+    for storage in range(len(trace.storages)):
+        made_by = maker(trace, storage)
+        if made_by is not None and made_by.module:
+            found[storage] = made_by.module
+    for op in trace.ops:
+        for storage in (*op.reads, *op.writes):
+            if op.module and trace.storages[storage].first_op < 0:
+                found.setdefault(storage, op.module)
+    updates = [{*op.reads, *op.writes} for op in trace.ops if op.phase is Phase.UPDATE]
+    known = -1
+    while known < len(found):  # a moment meets its parameter in one operator, and its gradient in another
+        known = len(found)
+        for storages in updates:
+            modules = {found[storage] for storage in storages if storage in found}
+            if len(modules) == 1:
+                found.update(dict.fromkeys(storages, *modules))
+    return found
+
+
 def maker(trace: Trace, storage: int) -> Op | None:
     """Return the operator that made a storage (None: it was there before the step)."""
     block = trace.storages[storage]
@@ -89,9 +135,7 @@ def _moved(trace: Trace, timeline: Timeline, waits: _Waits) -> Iterator[Journey]
     for span in timeline.spans:
         if span.lane in (Lane.OUT, Lane.IN) and span.storage is not None:
             spans.setdefault(span.storage, []).append(span)
-    uses: dict[int, list[int]] = {}
-    for save in trace.saves:
-        uses.setdefault(save.storage, []).extend(save.uses)
+    uses = needs(trace)
     for storage, own in spans.items():
         pairs = list(_pairs(sorted(own, key=lambda span: span.start_s)))
         # A wait belongs to the absence in which it began; the last one has no end.
@@ -101,7 +145,7 @@ def _moved(trace: Trace, timeline: Timeline, waits: _Waits) -> Iterator[Journey]
             first_s = 0.0 if begin_s == begins_s[0] else begin_s
             yield Journey(
                 storage=storage,
-                way=_way(out, back, uses.get(storage, ())),
+                way=_way(out, back, uses.get(storage, ()), end=len(trace.ops)),
                 nbytes=trace.storages[storage].nbytes,
                 out_op=out.op if out else None,
                 back_op=back.op if back else None,
@@ -130,12 +174,17 @@ def _pairs(spans: Sequence[Span]) -> Iterator[tuple[Span | None, Span | None]]:
         yield pending, None
 
 
-def _way(out: Span | None, back: Span | None, uses: Sequence[int]) -> Way:
+def _way(out: Span | None, back: Span | None, uses: Sequence[int], *, end: int) -> Way:
+    """Return how a storage was away that these operators need; those from `end` on are of the next step."""
+    returns = any(use >= end for use in uses)
     if out is None:
-        return Way.RELEASED
+        carried = returns and back is not None and not any(use < back.op for use in uses)
+        return Way.CARRIED if carried else Way.RELEASED
     if back is not None:
         return Way.SWAPPED
-    return Way.KEPT if any(use >= out.op for use in uses) else Way.UNUSED
+    if any(out.op <= use < end for use in uses):
+        return Way.KEPT
+    return Way.CARRIED if returns else Way.UNUSED
 
 
 def _remade(trace: Trace, plan: Plan | None, timeline: Timeline) -> Iterator[Journey]:

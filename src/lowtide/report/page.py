@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,12 +11,12 @@ from lowtide.core.columns import plain, table
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Problem
 from lowtide.core.timeline import Lane, Timeline
-from lowtide.core.trace import Phase, Trace
+from lowtide.core.trace import Phase
 from lowtide.core.units import format_seconds
 from lowtide.errors import LowtideError
 from lowtide.report.case import Settled
 from lowtide.report.compare import Comparison, Outcome, Result
-from lowtide.report.explain import Journey, Way, journeys, maker
+from lowtide.report.explain import Journey, Way, journeys, maker, module_of, needs
 from lowtide.report.summary import summarize
 from lowtide.report.thin import thin_memory, thin_spans
 
@@ -25,7 +25,7 @@ LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.STALL, Lane.OUT, Lane.IN)
 _MOST_DETAILS = 20_000
 _LEAST_DETAILS = 1_000
 _MOST_JOURNEYS = 1_000
-_SWAPPED = (Way.SWAPPED, Way.UNUSED, Way.RELEASED)
+_SWAPPED = (Way.SWAPPED, Way.CARRIED, Way.UNUSED, Way.RELEASED)
 _FIGURES = (
     "step_s",
     "compute_s",
@@ -185,7 +185,7 @@ def _largest(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _journeys(problem: Problem, settled: Settled, timeline: Timeline) -> list[dict[str, Any]]:
     trace = problem.trace
     starts_s = {span.op: span.start_s for span in timeline.spans if span.lane is Lane.COMPUTE}
-    needed = _needs(trace)
+    needed, modules = needs(trace), module_of(trace)
     found = []
     for journey in journeys(trace, settled.plan, timeline):
         op = maker(trace, journey.storage)
@@ -195,7 +195,7 @@ def _journeys(problem: Problem, settled: Settled, timeline: Timeline) -> list[di
                 "way": journey.way.value,
                 "nbytes": journey.nbytes,
                 "op": "" if op is None else op.name,
-                "module": "" if op is None else op.module,
+                "module": modules.get(journey.storage, ""),
                 "kind": trace.storages[journey.storage].kind.value,
                 "out": _ns(journey.out_s),
                 "landed": _ns(journey.landed_s),
@@ -208,12 +208,12 @@ def _journeys(problem: Problem, settled: Settled, timeline: Timeline) -> list[di
     return found
 
 
-def _why(journey: Journey, problem: Problem, starts_s: dict[int, float], needed: dict[int, list[int]]) -> str:
+def _why(journey: Journey, problem: Problem, starts_s: Mapping[int, float], needed: Mapping[int, Sequence[int]]) -> str:
     """Return in a few words why a storage left, or came back as it did."""
     pressed = journey.cause_out == "pressure"
     if journey.way is Way.REMADE:
         if journey.ready_s is None or journey.back_s is None:
-            return "discarded and never asked for again"
+            return "discarded and never needed again"
         again = f"made again by {journey.remade_ops} operator{'s' if journey.remade_ops != 1 else ''}"
         link = problem.machine.links.get(problem.tier)
         copies_s = link.write_s(journey.nbytes) + link.read_s(journey.nbytes) if link is not None else 0.0
@@ -225,7 +225,9 @@ def _why(journey: Journey, problem: Problem, starts_s: dict[int, float], needed:
         return "wanted back while it was being copied, so it stayed"
     reason = "memory ran out" if pressed else "planned"
     if journey.way is Way.UNUSED:
-        return f"{reason}: nothing asks for it again"
+        return f"{reason}: no operator needs it again"
+    if journey.way is Way.CARRIED:
+        return "away since the step before" if journey.out_s is None else f"{reason}: not needed until the next step"
     out_s, copies_s = journey.out_s or 0.0, _copies_s(journey)
     next_op = next((use for use in needed.get(journey.storage, ()) if starts_s.get(use, 0.0) > out_s), None)
     if next_op is None:
@@ -238,14 +240,6 @@ def _copies_s(journey: Journey) -> float:
     wrote_s = (journey.landed_s or 0.0) - (journey.out_s or 0.0)
     read_s = (journey.ready_s or 0.0) - (journey.back_s or 0.0)
     return wrote_s + read_s
-
-
-def _needs(trace: Trace) -> dict[int, list[int]]:
-    """Return the operators before which each saved storage is asked for."""
-    found: dict[int, set[int]] = {}
-    for save in trace.saves:
-        found.setdefault(save.storage, set()).update(save.uses)
-    return {storage: sorted(uses) for storage, uses in found.items()}
 
 
 def _ns(seconds: float | None) -> int | None:

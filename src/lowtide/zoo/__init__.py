@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.core.spelling import did_you_mean
+from lowtide.core.spelling import bare, did_you_mean
 from lowtide.errors import BadArgument
 from lowtide.zoo.huggingface import PREFIX, model_of
 
@@ -199,6 +199,8 @@ ALIASES = {
     "inception": "inception_v3",
 }
 
+_BY_BARE_NAME = {bare(name): model for name, model in {**{name: name for name in MODELS}, **ALIASES}.items()}
+
 
 def names() -> tuple[str, ...]:
     """Return the names of the models."""
@@ -206,7 +208,7 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Entry:
-    """Return the model of that name; hyphens, capitals and the publisher (`org/name`) do not matter."""
+    """Return the model of that name; capitals, hyphens, underscores and the publisher (`org/name`) do not matter."""
     return _configured(name) if name.startswith(PREFIX) else MODELS[registered_name(name)]
 
 
@@ -223,7 +225,7 @@ def _configured(name: str) -> Entry:
 def registered_name(name: str) -> str:
     """Return the name under which the zoo has a model."""
     plain = name.lower().rpartition("/")[2].replace("-", "_").removesuffix("_hf").removesuffix("_v0.1")
-    plain = ALIASES.get(plain, plain)
+    plain = _BY_BARE_NAME.get(bare(plain), plain)
     if plain not in MODELS:
         meant = did_you_mean(plain, (*MODELS, *ALIASES)) or f": choose one of {', '.join(MODELS)}"
         raise BadArgument(f"unknown model {name!r}{meant} (a Hugging Face config.json: --hf-config FILE)")

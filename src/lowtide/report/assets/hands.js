@@ -35,7 +35,7 @@ class Chart extends Drawing {
 
   makerOf(storage) {
     const journey = this.step.journeys.find((each) => each.storage === storage);
-    return journey ? `${shortName(journey.op)}${journey.module ? ` in ${journey.module}` : ""}` : `storage ${storage}`;
+    return journey ? `${shortName(journey.op) || journey.kind}${journey.module ? ` in ${journey.module}` : ""}` : `storage ${storage}`;
   }
 
   describeJourney(index) {
@@ -44,7 +44,7 @@ class Chart extends Drawing {
     if (journey.out !== null) rows.push(["out", journey.landed === journey.out ? time(journey.out) : `${time(journey.out)} to ${time(journey.landed)}`]);
     if (journey.back !== null) rows.push(["back", `${time(journey.back)} to ${time(journey.ready)}`]);
     rows.push([journey.way, journey.stall_s > 0 ? `stalled ${formatSeconds(journey.stall_s)}` : journey.way === "remade" ? "recomputed" : "hidden"]);
-    return [`${formatBytes(journey.nbytes)} made by ${shortName(journey.op)}`, rows];
+    return [`${formatBytes(journey.nbytes)} ${journey.op ? `made by ${shortName(journey.op)}` : `(${journey.kind})`}`, rows];
   }
 
   find(x, y) {

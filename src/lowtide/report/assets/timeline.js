@@ -271,8 +271,8 @@ class Drawing {
         pen.fillStyle = this.color(color);
         pen.fillRect(this.x(from), top, Math.max(0.6, this.x(to) - this.x(from)), height);
       };
-      const kept = journey.way === "kept", remade = journey.way === "remade";
-      if (!kept) bar(journey.landed ?? journey.back, journey.back ?? this.stepEnd, "away");
+      const kept = journey.way === "kept", carried = journey.way === "carried over", remade = journey.way === "remade";
+      if (!kept) bar(journey.landed ?? (carried ? 0 : journey.back), journey.back ?? this.stepEnd, "away");
       bar(journey.out, journey.landed, "out");
       bar(journey.back, journey.ready, remade ? "recompute" : "in");
       if (journey.stall_s > 0 && journey.ready !== null) {
