@@ -10,6 +10,10 @@ sequences interleave; a prefetch that is put off for lack of room; victims of me
 block by block and the simulator operator by operator; what was wanted back before it had left, which the runtime keeps
 and the simulator reads; an absence that is over before the program has let go of the storage, where a storage has
 several.
+
+The step that is compared waits for the device before every save and use. Else the host, which runs ahead, asks for what
+has not left yet as often as not: that is kept, takes the room of others, and they are put off, until there are too few
+left to have an order.
 """
 
 from __future__ import annotations
@@ -24,12 +28,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import lowtide
 from lowtide import registry
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.trace import Trace
+from lowtide.execute.step.runtime import Runtime
 from lowtide.execute.step.touching import Touching
 from lowtide.residency import events as e
 from lowtide.residency import schedule as steps
@@ -172,6 +178,21 @@ def only_saved_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Touching, "know_holders", lambda *_: None)
 
 
+@contextmanager
+def in_step_with_the_device() -> Iterator[None]:
+    """Let every copy end before the next save or use: what is in memory by then no longer depends on time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("pack", "unpack"):
+            original = getattr(Runtime, name)
+
+            def waiting(self: Runtime, value: Any, original: Callable[..., Any] = original) -> Any:
+                torch.accelerator.synchronize()
+                return original(self, value)
+
+            patch.setattr(Runtime, name, waiting)
+        yield
+
+
 @cache
 def budget_of(net: str, share: float) -> int:
     """Return the device's bytes that leave this share of what activations add."""
@@ -195,7 +216,8 @@ def executed(net: str, policy: str, share: float, spill: Path) -> tuple[Problem,
         training.steps(3, tide.step)
         trace, plan = tide.trace(), tide.plan()
         assert plan is not None
-        with logged(lambda key: trace.saves[key].storage if key >= 0 else key) as log:
+        named = logged(lambda key: trace.saves[key].storage if key >= 0 else key)
+        with in_step_with_the_device(), named as log:
             training.steps(1, tide.step)
         problem = Problem(trace=trace, machine=tide.machine, budget_bytes=budget_bytes, can_recompute=True)
     return problem, plan, log

@@ -127,7 +127,7 @@ class _Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             rows = best == index
             if bool(rows.any()):
-                out[rows] = expert(x[rows]) * shares[rows][:, index, None]
+                out[rows] = (expert(x[rows]) * shares[rows][:, index, None]).to(out.dtype)  # of autocast
         return out
 
 

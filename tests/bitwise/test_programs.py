@@ -85,6 +85,54 @@ def test_a_random_program_in_a_random_budget_is_exact(seed: int, tmp_path: Path)
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    "seed", [seed if seed < QUICK_SEEDS // 2 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
+)
+def test_a_random_program_whose_updates_are_put_off_is_exact(seed: int, tmp_path: Path) -> None:
+    """Built inside a budget: what was there before cannot be put off."""
+    seed += ALL_SEEDS
+    rng = random.Random(seed)
+    stock = run(build(lambda: program(seed)))
+    peak_bytes = _peak_bytes(seed, tmp_path)
+    budget_bytes, policy = int(peak_bytes * rng.uniform(0.2, 0.6)), rng.choice(POLICIES)
+    stress, announced = rng.choice([0, 0, 3, 7]), int(rng.random() < 0.9)
+    while True:
+        gc.collect()
+        record = Record()
+        try:
+            with lowtide.init(budget=budget_bytes, spill=tmp_path):
+                workload = build(lambda: program(seed))
+            with lowtide.fit(
+                workload.model,
+                workload.optimizers[0],
+                budget=budget_bytes,
+                spill=tmp_path,
+                policy=policy,
+                put_off=True,
+            ) as tide:
+                assert isinstance(tide, CpuTide)
+                tide.memory.native.stress(stress, seed)
+                tide.memory.native.announce(announced)
+                try:
+                    run(workload, step=tide.step, record=record)
+                finally:
+                    tide.memory.native.stress(0, 0)
+                stats = dict(tide.stats())
+            break
+        except (BudgetTooSmall, torch.OutOfMemoryError) as error:
+            error.__traceback__ = None
+            assert budget_bytes < 1.2 * peak_bytes
+            budget_bytes += peak_bytes // 10
+            workload = None  # type: ignore[assignment]
+    assert_identical(stock, record)
+    assert int(str(stats["peak_reserved_bytes"])) <= budget_bytes
+
+
+def _peak_bytes(seed: int, spill: Path) -> int:
+    stats = managed(seed, budget_bytes=1 << 33, spill=spill, rng=random.Random(seed), record=Record())
+    return int(stats["peak_bytes"])
+
+
 def test_a_seed_is_a_program() -> None:
     """The same seed gives the same training, and another one another."""
 
