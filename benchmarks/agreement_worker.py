@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import lowtide
-import lowtide.execute.tide.device as runtime
 from benchmarks.agreement import MODELS, Case
 from lowtide import registry, zoo
 from lowtide.capture.builder import Recorded
 from lowtide.capture.recorder import Recorder
 from lowtide.core.plan import Problem
+from lowtide.core.trace import Kind
 from lowtide.errors import LowtideError
 from lowtide.estimate.calibrate import SPILL
 from lowtide.estimate.predict import with_durations
 from lowtide.estimate.traffic import Traffic, link_seen
-from lowtide.execute.tide.tide import Tide
+from lowtide.execute.tide import feedback
+from lowtide.execute.tide.cpu import CpuTide
 from lowtide.simulate import simulate
+
+_STATE = (Kind.PARAM, Kind.GRAD, Kind.OPTIMIZER)
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def _measure(case: Case) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(0)
-    training = zoo.build(case.model, **MODELS[case.model]).training()
+    training = zoo.build(case.model.removesuffix("_state"), **MODELS[case.model]).training()
     budget_bytes = 1 << 40
     if case.share is not None:
         budget_bytes = round(case.floor_bytes + case.share * (case.peak_bytes - case.floor_bytes))
@@ -47,29 +50,28 @@ def _measure(case: Case) -> dict[str, Any]:
     with lowtide.fit(
         training.model, training.optimizer, budget=budget_bytes, spill=case.spill, policy=case.policy
     ) as tide:
+        assert isinstance(tide, CpuTide)
         for index in range(case.warmup_steps + 2 * case.steps):
             planned, recorded = index >= case.warmup_steps, index % 2 == 0
             if planned and recorded:
-                tide._alert = 1  # records this step; the plan stays as it is
+                tide._learning._alert = 1  # records this step; the plan stays as it is
             if index == case.warmup_steps:
-                runtime._MOST_LESSONS = 0  # Capuchin has changed its plan by its waits: now it is settled
-            before: dict[str, Any] = tide.stats()
-            traffic = _traffic(tide)
+                feedback._MOST_LESSONS = 0  # Capuchin has changed its plan by its waits: now it is settled
+            before, traffic = tide.stats(), tide.traffic()
             with tide.step():
                 training.step()
-            stats: dict[str, Any] = tide.stats()
+            stats = tide.stats()
             if planned and recorded:
-                carried.append(_traffic(tide).plus(traffic, times=-1))
+                carried.append(tide.traffic().plus(traffic, times=-1))
             elif planned:
-                measured.append({**stats, "recompute_s": stats["recompute_s"] - before["recompute_s"]})
+                since = ("recompute_s", "swapped_out_bytes")
+                measured.append({**stats, **{name: stats[name] - before[name] for name in since}})  # type: ignore[operator]
         if case.share is None:
             return {"floor_bytes": tide.trace().floor_bytes(), "peak_bytes": measured[-1]["last_step_peak_bytes"]}
-        plan = tide.plan()
-        made_from = next(one for one in recordings if one.trace is tide.trace())
-        recorded_steps = zip(recordings[-case.steps :], carried, strict=True)
-        problems = _as_recorded(
-            tide._problem(made_from), [(tide._problem(one), traffic) for one, traffic in recorded_steps]
-        )
+        plan, problem = tide.plan(), tide._problem
+    assert plan is not None, "eight steps are enough for a plan"
+    assert problem is not None, "a plan answers a problem"
+    problems = _as_recorded(problem, list(zip(recordings[-case.steps :], carried, strict=True)))
     policy = registry.policy(case.policy)
     timelines = [simulate(one, plan, policy=policy) for one in problems]
     simulated_s = statistics.median(one.step_s for one in timelines)
@@ -77,6 +79,9 @@ def _measure(case: Case) -> dict[str, Any]:
     times_s = [one["last_step_s"] for one in measured]
     measured_s = statistics.median(times_s)
     peak_bytes = max(one["last_step_peak_bytes"] for one in measured)
+    moved = [problem.trace.storages[swap.gap.storage] for swap in plan.swaps]
+    moved_bytes = sum(one.nbytes for one in moved)
+    state_bytes = sum(one.nbytes for one in moved if one.kind in _STATE)
     return {
         "budget_bytes": budget_bytes,
         "peak_bytes": peak_bytes,
@@ -91,7 +96,9 @@ def _measure(case: Case) -> dict[str, Any]:
         "compute_s": statistics.median(one.compute_s for one in timelines),
         "stall_s": statistics.median(one.stall_s for one in timelines),
         "measured_stall_s": statistics.median(one["last_step_stall_s"] for one in measured),
+        "state_share": state_bytes / max(1, moved_bytes),
         "moved_out_bytes": timelines[0].moved_out_bytes,
+        "measured_out_bytes": statistics.median(one["swapped_out_bytes"] for one in measured),
         "recompute_s": statistics.median(one.recompute_s for one in timelines),
         "measured_recompute_s": statistics.median(one["recompute_s"] for one in measured),
     }
@@ -102,8 +109,8 @@ def _kept_recordings() -> list[Recorded]:
     kept: list[Recorded] = []
     stop = Recorder.stop
 
-    def keep(recorder: Recorder, *, gradients: Iterable[int] = ()) -> Recorded | None:
-        recorded = stop(recorder, gradients=gradients)
+    def keep(self: Recorder) -> Recorded | None:
+        recorded = stop(self)
         if recorded is not None:
             kept.append(recorded)
         return recorded
@@ -112,13 +119,7 @@ def _kept_recordings() -> list[Recorded]:
     return kept
 
 
-def _traffic(tide: Tide) -> Traffic:
-    traffic = tide._backend.usage().traffic  # type: ignore[attr-defined]
-    assert isinstance(traffic, Traffic)
-    return traffic
-
-
-def _as_recorded(planned: Problem, steps: Sequence[tuple[Problem, Traffic]]) -> list[Problem]:
+def _as_recorded(planned: Problem, steps: Sequence[tuple[Recorded, Traffic]]) -> list[Problem]:
     """Return the problem that was planned, once for each recording of the same operators, as that step found it.
 
     Not one problem with the median of every operator: where each step is disturbed at some operator or other, the
@@ -130,8 +131,7 @@ def _as_recorded(planned: Problem, steps: Sequence[tuple[Problem, Traffic]]) -> 
         if [op.name for op in one.trace.ops] == names:
             trace = with_durations(planned.trace, lambda index, _op, ops=one.trace.ops: ops[index].duration_s)
             links = {SPILL: link_seen(planned.machine.links[SPILL], traffic)}
-            machine = replace(planned.machine, links=links)
-            problems.append(replace(planned, trace=trace, machine=machine, watch_s=one.watch_s))
+            problems.append(replace(planned, trace=trace, machine=replace(planned.machine, links=links)))
     return problems
 
 

@@ -62,7 +62,10 @@ def _lowtide(job: Job, module: nn.Module, optimizer: Optimizer, stack: ExitStack
         stats: dict[str, Any] = tide.stats()
         return stats["swapped_out_bytes"], stats["swapped_in_bytes"]
 
-    return Session(step=tide.step, moved_bytes=moved_bytes, facts=lambda: _tide_facts(tide))
+    def facts() -> dict[str, Any]:
+        return {**_tide_facts(tide), **({} if job.contender == "before" else _least_facts(tide))}
+
+    return Session(step=tide.step, moved_bytes=moved_bytes, facts=facts)
 
 
 def _counted(job: Job, session: Session, module: nn.Module, optimizer: Optimizer, stack: ExitStack) -> Session:
@@ -89,6 +92,13 @@ def _tide_facts(tide: Any) -> dict[str, Any]:
     kept = ("budget_bytes", "budget_exact", "peak_bytes", "peak_reserved_bytes", "static_bytes", "stall_s", "steps")
     unmanaged = {str(what): count for what, count in dict(stats["unmanaged"]).items()}
     return {**{name: stats[name] for name in kept if name in stats}, "unmanaged": unmanaged}
+
+
+def _least_facts(tide: Any) -> dict[str, Any]:
+    """Return how much any plan has to move in the recorded step, both ways together."""
+    from lowtide.plan.costs.minimum import least_total_bytes
+
+    return {"least_traffic_bytes": least_total_bytes(tide.trace(), budget_bytes=tide.stats()["budget_bytes"])}
 
 
 def _floor_facts(tide: Any) -> dict[str, Any]:

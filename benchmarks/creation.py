@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _launch(job: CreationJob, prefix: list[str] | tuple[()] = ()) -> Answer:
-    return launch(job, prefix=prefix, worker="benchmarks.creation_worker")  # type: ignore[arg-type]
+    return launch(job, prefix=prefix, worker="benchmarks.creation_worker")
 
 
 def _line(found: list[Answer]) -> dict[str, Any]:

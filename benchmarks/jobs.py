@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ctypes.util import find_library
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 # A preloaded or tuned allocator would make "stock" something else than what pip installs.
@@ -40,6 +40,27 @@ class Job:
     source: str = ""
 
 
+class Launched(Protocol):
+    """A job of any kind: a frozen dataclass that its worker reads from standard input."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def contender(self) -> str:
+        """See `Job`."""
+        ...
+
+    @property
+    def spill(self) -> str:
+        """The directory to spill to."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """See `Job`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a worker measured, or why it failed."""
@@ -49,7 +70,7 @@ class Answer:
 
 
 def launch(
-    job: Job, *, prefix: Sequence[str] = (), worker: str = "benchmarks.worker", timeout_s: float = 3600.0
+    job: Launched, *, prefix: Sequence[str] = (), worker: str = "benchmarks.worker", timeout_s: float = 3600.0
 ) -> Answer:
     """Run `job` in a fresh interpreter that runs the module `worker`, behind the command `prefix` if there is one."""
     environment = {

@@ -171,7 +171,7 @@ def vdnn() -> Iterator[Headline]:
         ours=1 - (average_bytes(step) - alexnet.static_bytes) / (alexnet.peak_bytes - alexnet.static_bytes),
         source="Rhu et al., MICRO 2016, abstract",
         why="the paper compares with a framework that allocates all layers' data and gradients for the whole step; our "
-        "baseline frees what is dead",
+        "baseline frees dead tensors at once",
     )
 
 
@@ -266,7 +266,7 @@ def layrub() -> Iterator[Headline]:
         published=(0.582, 0.582),
         ours=sum(saved) / len(saved),
         source="Jin et al., ACM TACO 15(3), 2018, abstract: 58.2% on average against Caffe",
-        why="Caffe holds data and gradients of all layers; our baseline frees what is dead",
+        why="Caffe holds data and gradients of all layers; our baseline frees dead tensors at once",
     )
     yield Headline(
         system="Layrub",
@@ -291,7 +291,7 @@ def capuchin() -> Iterator[Headline]:
         published=(7.0, 7.0),
         ours=managed / plain,
         source="Peng et al., ASPLOS 2020, abstract: 7 times TensorFlow's",
-        why="a line through two batches, at 512 tokens; any batch counts that fits, at whatever speed",
+        why="a line through two batches, at 512 tokens; any batch that fits counts, however slow",
     )
 
 

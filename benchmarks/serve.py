@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _launch(job: ServeJob, prefix: list[str] | tuple[()] = ()) -> Answer:
-    return launch(job, prefix=prefix, worker="benchmarks.serve_worker")  # type: ignore[arg-type]
+    return launch(job, prefix=prefix, worker="benchmarks.serve_worker")
 
 
 def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, rate: float) -> dict[str, Any]:
@@ -125,6 +125,7 @@ def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, r
         "load_s": statistics.median(answer.facts["load_s"] for answer in found),
         "pass_s": pass_s,
         "word_s": word_s,
+        "busy_share_of_cores": statistics.median(answer.facts["busy_share_of_cores"] for answer in found),
         "rss_peak_bytes": max(answer.facts["rss_peak_bytes"] for answer in found),
         "identical": None,
     }

@@ -131,16 +131,18 @@ def main() -> None:
         def read_bytes() -> int:
             return 0 if tide is None else tide.stats()["swapped_in_bytes"]
 
-        pass_s, first, stalled = [], 0, 0.0
+        pass_s, first, stalled, worked_s = [], 0, 0.0, 0.0
         for index in range(_WARMUP + job["passes"]):
             if index == _WARMUP:
                 first = read_bytes()
                 stalled = 0.0 if tide is None else tide.stats()["stall_s"]
+                worked_s = time.process_time()
             began = time.perf_counter()
             logits = model(text, use_cache=False).logits
             pass_s.append(time.perf_counter() - began)
             digest.update(logits.float().numpy().tobytes())
             del logits
+        worked_s = time.process_time() - worked_s
         second, least = read_bytes(), None if tide is None else _least_read_bytes(tide)
         if tide is not None:
             stalled = (tide.stats()["stall_s"] - stalled) / sum(pass_s[_WARMUP:])
@@ -158,6 +160,7 @@ def main() -> None:
             "load_s": load_s,
             "first_pass_s": pass_s[0],
             "pass_s": pass_s[_WARMUP:],
+            "busy_share_of_cores": worked_s / (sum(pass_s[_WARMUP:]) * len(os.sched_getaffinity(0))),
             "word_s": word_s[_WARMUP:],
             "digest": digest.hexdigest(),
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

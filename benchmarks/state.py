@@ -57,6 +57,8 @@ def _line(found: list[Answer], stock: list[Answer]) -> dict[str, Any]:
         return {"failure": failed[0], "losses_identical": None}
     step_s = [statistics.median(answer.facts["step_s"]) for answer in found]
     ratios = [mine / statistics.median(theirs.facts["step_s"]) for mine, theirs in zip(step_s, stock, strict=True)]
+    least = [answer.facts["least_traffic_bytes"] for answer in found if answer.facts.get("least_traffic_bytes")]
+    moved = [answer.facts["moved_in_bytes_per_step"] + answer.facts["moved_out_bytes_per_step"] for answer in found]
     return {
         "step_s": statistics.median(step_s),
         "ratio_to_stock": statistics.median(ratios),
@@ -64,6 +66,7 @@ def _line(found: list[Answer], stock: list[Answer]) -> dict[str, Any]:
         "peak_bytes": max(answer.facts.get("peak_reserved_bytes", 0) for answer in found),
         "read_bytes_per_step": statistics.median(answer.facts["moved_in_bytes_per_step"] for answer in found),
         "written_bytes_per_step": statistics.median(answer.facts["moved_out_bytes_per_step"] for answer in found),
+        "share_of_least_traffic": statistics.median(moved) / statistics.median(least) if least else None,
         "stall_s": statistics.median(answer.facts.get("stall_s", 0.0) for answer in found),
         "losses_identical": all(
             mine.facts["losses"] == theirs.facts["losses"] for mine, theirs in zip(found, stock, strict=True)

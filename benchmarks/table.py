@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from benchmarks.pages import table
 
 _NAMES = {
     "stock": "stock PyTorch",
+    "tcmalloc": "stock PyTorch with tcmalloc",
+    "before": "Lowtide before",
     "unpressed": "Lowtide, everything fits",
     "lowtide": "Lowtide",
     "checkpoint": "`torch.utils.checkpoint`",
@@ -23,7 +26,17 @@ _NAMES = {
     "kernel_swap": "kernel swap, same resident set",
 }
 _CELL_LETTERS = 32
-_HEADINGS = ("", "budget", "step", "of stock", "peak live", "resident", "out + in a step", "losses as stock")
+_HEADINGS = (
+    "",
+    "budget",
+    "step",
+    "of stock",
+    "of tcmalloc",
+    "peak live",
+    "resident",
+    "out + in a step",
+    "losses as stock",
+)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -40,7 +53,9 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _model(facts: dict[str, Any]) -> str:
-    rows = [_row(line, floor_bytes=facts["floor_bytes"]) for line in facts["contenders"]]
+    tcmalloc = next((line for line in facts["contenders"] if line["contender"] == "tcmalloc"), {})
+    rounds = tcmalloc.get("round_ratios_to_stock")
+    rows = [_row(line, floor_bytes=facts["floor_bytes"], tcmalloc=rounds) for line in facts["contenders"]]
     about = (
         f"{facts['parameters'] / 1e6:.1f} M parameters; static {_mib(facts['static_bytes'])}, stock's peak "
         f"{_mib(facts['peak_bytes'])}, floor {_mib(facts['floor_bytes'])} (set by `{facts['floor_op']}`)."
@@ -82,14 +97,14 @@ def _failed(line: dict[str, Any], *, floor_bytes: int) -> str:
     return f"failed: {', '.join(kind if len(kind) <= _CELL_LETTERS else 'see below' for kind in kinds)}"
 
 
-def _row(line: dict[str, Any], *, floor_bytes: int) -> tuple[str, ...]:
+def _row(line: dict[str, Any], *, floor_bytes: int, tcmalloc: list[float] | None) -> tuple[str, ...]:
     name = _name(line)
     bound = line.get("budget_bytes") or line.get("limit_bytes")
     budget = _mib(bound) if bound else ""
     if "skipped" in line:
-        return (name, budget, "skipped", "", "", "", "", "")
+        return (name, budget, "skipped", *[""] * 6)
     if "step_s" not in line:
-        return (name, budget, _failed(line, floor_bytes=floor_bytes), "", "", "", "", "")
+        return (name, budget, _failed(line, floor_bytes=floor_bytes), *[""] * 6)
     ratio = line["ratio_to_stock"]
     moved = (line["moved_out_bytes_per_step"], line["moved_in_bytes_per_step"])
     return (
@@ -97,11 +112,21 @@ def _row(line: dict[str, Any], *, floor_bytes: int) -> tuple[str, ...]:
         budget,
         f"{line['step_s']:.2f} s" + (" (some rounds failed)" if "failures" in line else ""),
         "" if ratio is None else f"{ratio:.2f}x",
+        _of_tcmalloc(line, tcmalloc),
         _mib(line["peak_live_bytes"]) if "peak_live_bytes" in line else "",
         _mib(line["rss_peak_bytes"]),
         f"{_mib(moved[0])} + {_mib(moved[1])}" if any(moved) else "none",
         {True: "yes", False: "no", None: ""}[line["losses_identical"]],
     )
+
+
+def _of_tcmalloc(line: dict[str, Any], tcmalloc: list[float] | None) -> str:
+    """Return the median of the ratios to tcmalloc within a round, where it ran in every round."""
+    mine = line.get("round_ratios_to_stock", [])
+    if not tcmalloc or len(mine) != len(tcmalloc):
+        return ""
+    ratios = [one / other for one, other in zip(mine, tcmalloc, strict=True)]
+    return f"{statistics.median(ratios):.2f}x"
 
 
 def _floor(floor: dict[str, Any]) -> str:

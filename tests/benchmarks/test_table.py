@@ -89,3 +89,14 @@ def test_rounds_that_failed_beside_others_are_told_below_too() -> None:
     assert row(lines, "stock PyTorch")[2] == "2.00 s (some rounds failed)"
     assert "stock PyTorch: failed: killed by signal 9" in lines
     assert not [line for line in table({"key": "stock", "contender": "stock", **MEASURED}) if "failed" in line]
+
+
+def test_ratios_to_tcmalloc_are_taken_within_a_round() -> None:
+    lines = table(
+        {"key": "tcmalloc", "contender": "tcmalloc", **MEASURED, "round_ratios_to_stock": [0.5, 0.8]},
+        {"key": "lowtide@0.6", "contender": "lowtide", "share": 0.6, **MEASURED, "round_ratios_to_stock": [0.6, 0.8]},
+        {"key": "naive", "contender": "naive", **MEASURED, "round_ratios_to_stock": [2.0]},
+    )
+    assert row(lines, "Lowtide, 60%")[4] == "1.10x"
+    assert row(lines, "stock PyTorch with tcmalloc")[4] == "1.00x"
+    assert row(lines, "naive hooks to disk")[4] == ""  # it did not run in both rounds

@@ -13,7 +13,6 @@ MIB = 2**20
 WIDTH = 256
 
 
-@pytest.mark.slow
 def test_lightning_saves_during_training_inside_the_budget(tmp_path: Path) -> None:
     library = pytest.importorskip("lightning")
     from lowtide.integrations.lightning import TideStrategy

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.slow
+from lowtide.core.units import parse_bytes
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
@@ -117,4 +117,8 @@ def test_an_interrupted_run_goes_on_under_another_budget(run: Run, tmp_path: Pat
     whole, second = run(tmp_path / "ours", steps=STEPS, budget=SECOND, resume=True)
     assert whole == expected
     assert first["swapped_out_bytes"] > 0, "the first budget presses"
+    # What is written and read for checkpoints is inside of the budgets, too.
+    for stats, budget in ((first, FIRST), (second, SECOND)):
+        assert stats["peak_reserved_bytes"] <= parse_bytes(budget)
+        assert stats["over_budget_bytes"] == 0
     assert second["steps"] == STEPS - interrupted

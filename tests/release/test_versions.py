@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +42,16 @@ def test_only_versions_that_the_wheel_has_libraries_for_are_listed_and_all_of_th
         assert minor in minors
         assert row["native"] == f"shipped, for torch {minor}"
         assert row["fit"] == row["demo"] == versions.GOOD
+
+
+def test_the_wheel_was_run_with_every_torch_and_every_python_that_it_is_made_for(versions: ModuleType) -> None:
+    pinned = json.loads((TOP / "release" / "torch_headers.json").read_text())
+    classifiers = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["classifiers"]
+    pythons = {found[1] for text in classifiers if (found := re.fullmatch(r".* :: (3\.\d+)", text))}
+    assert {version.rpartition(".")[0] for version in pinned} <= {
+        row["torch"].rpartition(".")[0] for row in versions.rows()
+    }
+    assert pythons == {row["python"].rpartition(".")[0] for row in versions.rows()}
 
 
 def fit(**changed: Any) -> dict[str, Any]:
@@ -117,6 +129,7 @@ def test_the_libraries_are_declared_without_numpy_and_torch() -> None:
     """The root in which they are compiled has neither."""
     code = """
 import sys
+import tomllib
 sys.modules["numpy"] = sys.modules["torch"] = None
 sys.path[:0] = sys.argv[1:]
 import libraries
