@@ -4,7 +4,7 @@ Note [Shipped libraries]: a wheel has the libraries that use no torch once, and 
 of torch, which keeps its binary interface; all of them use Python's stable interface. They are loaded from the
 package's own directory and from nowhere else: anyone who can write there can change the Python code too. One that was
 made from other sources is not found, for its directory is named by their hash. Where none fits (a newer torch, one
-that somebody built, another processor) the library is built from the sources, which the wheel has too.
+that was built from its sources, another processor) the library is built from the sources, which the wheel has too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Torch:
 
     @property
     def released_minor(self) -> str | None:
-        """Its minor version, such as "2.13"; None: it is no release, and its binary interface may be any."""
+        """Its minor version, such as "2.13"; None: it is not a release, and its binary interface is unknown."""
         found = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", self.version)
         return found[1] if found else None
 
@@ -220,11 +220,11 @@ def build(library: Library, torch: Torch | None = None, *, cxx11_abi: bool = Tru
 
 
 # Note [Whose library]: what is loaded runs with this user's rights. So it has to be this user's or root's file, which
-# nobody else can write, in directories of which the same is true: a cache may be shared, as /tmp is.
+# no other user can write, in directories of which the same is true: a cache may be shared, as /tmp is.
 
 
 def _is_ours_alone(path: Path) -> bool:
-    """Tell whether a file is there that nobody else can have made or changed; see Note [Whose library]."""
+    """Tell whether a file is there that no other user can have made or changed; see Note [Whose library]."""
     try:
         found = path.lstat()
     except OSError:

@@ -47,8 +47,9 @@ class BudgetTooSmall(LowtideError, MemoryError):
             budget = f"{budget} ({budget_bytes} bytes)"
         whose, where = f" of {device}" if device else "", f" {place}" if place else ""
         which = "in a step that" if step else "which"
+        what = op if " " in op else f"'{op}'"  # "the first step" is not a name
         text = (
-            f"budget {budget}{whose} cannot run '{op}'{where}, "
+            f"budget {budget}{whose} cannot run {what}{where}, "
             f"{which} needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes) at once: "
             f"raise the budget or {remedy}"
         )

@@ -1,15 +1,17 @@
 """Every command in the docs is executed, or says here why it is not.
 
 A command is a line that begins with `$ ` in a console block, or an indented line that begins with a program's name.
-Those in QUICK run in `make test`, all of them in `make test-full`. Commands inside sentences are checked against the
-options that their verbs have.
+Those of the pages in QUICK run in `make test`, all of them in `make test-full`. Commands inside sentences are checked
+against the options that their verbs have.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -41,18 +43,14 @@ NOT_EXECUTED = {
     "make demo": "makes a new environment; tests/cli/test_demo.py runs `lowtide demo`",
     "make wheel": "fetches two Debian roots and compiles for many minutes; tests/release tests its parts",
     "pip install": "changes the environment that the tests run in",
-    "python benchmarks/": "takes minutes to hours; tests/benchmarks runs its parts",
-    "python -m benchmarks.": "takes minutes to hours; tests/benchmarks runs its parts",
+    "python benchmarks/": "takes minutes to hours; tests/benchmarks runs its parts, and its options are read below",
+    "python -m benchmarks.": "takes minutes to hours; tests/benchmarks runs its parts, and its options are read below",
     "lowtide estimate --model bert_base --batch 16 --machine optane --fast 30% --policy deeptm:": "needs an agent that "
     "was trained for an hour; the agent of the package is used by another command of the page",
     "lowtide run --budget cpu=8GiB,slow=64GiB --slow cxl:": "needs memory behind CXL; tests/execute imitates it",
 }
-# Each takes a second or less.
-QUICK = (
-    "lowtide plan --floor step.trace",
-    "lowtide plan --budget 2GiB step.trace",
-    "lowtide estimate step.trace --machine my-machine.json --fast 60%",
-)
+# All commands of each take some seconds.
+QUICK = ("howto-budget.md", "howto-slow-memory.md", "howto-watch.md")
 
 TRAIN = """
 import torch
@@ -123,18 +121,19 @@ def desk(tmp_path: Path, step: Trace, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_pages_have_commands_and_the_lists_have_no_dead_entries() -> None:
     commands = {command for page in PAGES for command in commands_of(page.read_text())}
     assert len(commands) > 40
-    assert set(QUICK) <= commands
+    assert set(QUICK) <= {page.name for page in PAGES if executed_of(page)}
     for begin in NOT_EXECUTED:
         assert any(command.startswith(begin) for command in commands), f"no page has '{begin}' any more"
 
 
-@pytest.mark.parametrize("command", QUICK)
-def test_a_quick_command_of_the_docs_works(command: str, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if executed_of(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.name in QUICK else pytest.mark.slow, id=page.name)
+        for page in PAGES
+        if executed_of(page)
+    ],
+)
 def test_the_commands_of_a_page_work_one_after_the_other(page: Path, desk: Path) -> None:
     (desk / "bin").mkdir()
     (desk / "bin" / "lowtide").write_text(f'#!/bin/sh\nexec {sys.executable} -m lowtide "$@"\n')
@@ -158,6 +157,40 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path, desk: Path)
         if done.returncode != 0 and not said_no:
             failed.append((command, done.returncode, done.stdout, done.stderr))
     assert failed == []
+
+
+class Parsed(Exception):
+    """A program has read its arguments, and would begin."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    sorted(
+        command
+        for page in PAGES
+        for command in commands_of(page.read_text())
+        if command.startswith(("python benchmarks/", "python -m benchmarks."))
+    ),
+)
+def test_a_benchmark_of_the_docs_takes_the_options_that_they_name(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self: argparse.ArgumentParser, *given: Any) -> None:
+        parse(self, *given)
+        raise Parsed
+
+    _, program, *words = shlex.split(command)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Parsed):
+        if program == "-m":
+            monkeypatch.setattr(sys, "argv", words)
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            monkeypatch.setattr(sys, "argv", [program, *words])
+            runpy.run_path(program, run_name="__main__")
 
 
 SYSTEMS = load("pages").systems((ROOT / "docs" / "systems.md").read_text())

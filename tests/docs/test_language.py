@@ -23,6 +23,9 @@ STIFF = {
     r"\bis no (number|text|trace|Lowtide file|[A-Z]\w+:)": "say 'is not a'",
     r"\b(trains|records|names|scales|bounds) (nothing|no \w+):": "say what is wrong with the value",
     r"\bwho (uses|holds|made|pays|waits|goes first|is told)\b": "name the code, operator or budget",
+    r"\b[Ss]omebody\b": "name the code, the program or the user",
+    r"\bto nobody\b|\b[Tt]ell nobody\b|\bthat nobody (holds|touches|needs|reads|wants)\b": "say which code does not",
+    r"\b(that|which|it) (is|are) no (?!longer|more|less|better|faster|larger|smaller|later)[a-z]": "say 'not a'",
 }
 
 
@@ -43,7 +46,10 @@ def test_the_list_finds_what_it_is_for() -> None:
     assert stiff_in("'x' is no number of bytes") == ["'is no number': say 'is not a'"]
     assert stiff_in("batch 0 trains nothing: pass 1") != []
     assert stiff_in("state who uses it next, whoever that is") != []
+    assert stiff_in("memory that is no tensor's, which nobody else has") != []
+    assert stiff_in("a plan of somebody else's") != []
     assert stiff_in("there is no room, and nobody waits") == []
+    assert stiff_in("a plan that is no faster, and no longer kept") == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -52,6 +58,16 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
         number: stiff
         for number, line in enumerate(page.read_text().splitlines(), 1)
         if not line.startswith("|") and (stiff := stiff_in(line))  # tables may quote papers and results
+    }
+    assert found == {}
+
+
+def test_docstrings_and_comments_are_in_plain_english() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{number}": stiff
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (stiff := stiff_in(line))
     }
     assert found == {}
 

@@ -231,7 +231,7 @@ class _Builder:
             return
         storage = self.block_of.get(entry.a)
         if storage is None:
-            return  # the block of nobody that the trace knows
+            return  # the block of a storage that the trace does not know
         op = self.owner(entry.thread)
         running, block = self.ops[op], self.blocks[storage]
         fresh = block.maker == op
@@ -430,7 +430,7 @@ class _Builder:
                 kind = Kind.INPUT if block.last_op is None else Kind.OTHER
             else:
                 kind = Kind.SCRATCH if first == last else Kind.OTHER
-        # Large memory that is no range is another allocator's: no budget counts it, and it cannot leave.
+        # Large memory that is not a range is another allocator's: no budget counts it, and it cannot leave.
         foreign = touched and not block.counted and block.nbytes >= RANGE_BYTES
         return Storage(
             nbytes=0 if foreign else block.nbytes,

@@ -135,7 +135,7 @@ class _Reader:
 
     def _annotate(self, annotation: str) -> None:
         if annotation == "START":
-            self._restart()  # what came before is no part of the step
+            self._restart()  # earlier operators are not part of the step
         elif annotation == "BACKWARD":
             self._backward = True
 
@@ -152,7 +152,7 @@ class _Reader:
 
     def _call(self, found: dict[str, Any]) -> None:
         name = self._text(found, "NAME")
-        # Names of operators of the backward pass say so even where nobody annotated the log.
+        # Names of operators of the backward pass say so even where the log is not annotated.
         self._backward = self._backward or "backward" in name.lower()
         args = tuple(self._known(arg) for arg in self._texts(found, "ARGS"))
         time = self._number(found, "TIME")

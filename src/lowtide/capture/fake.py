@@ -61,7 +61,7 @@ def capture_fake(
             with watch, _following(ledger, training, reach), watch.scopes(training.model):
                 for _ in range(steps - 1):
                     training.step()
-                gc.collect()  # a cycle that an earlier step left behind is no part of this one
+                gc.collect()  # a cycle that an earlier step left behind is not part of this one
                 ledger.start(reach=reach)
                 training.step()
                 watch.follow_backward()

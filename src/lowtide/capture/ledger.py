@@ -1,7 +1,7 @@
 """Live fake storages and their holders, logged in the format of the native log.
 
 Note [Holders]: a storage is alive while a fake storage stands for it, or autograd has it saved. What autograd saves is
-not held here but described: when the last fake storage dies, nobody but autograd holds the bytes (SOLE), and what is
+not held here but described: when the last fake storage dies, only autograd holds the bytes (SOLE), and what is
 unpacked later is a new fake storage that stands for the same serial.
 
 Note [Who saves]: autograd saves an operator's operands before a dispatch mode sees the operator, and its result after.
@@ -246,7 +246,7 @@ class Ledger:
             if record.packs and not self._holders[record.serial]:
                 self.log(Event.SOLE, record.number)
             else:
-                record.sole = False  # somebody holds it again, or nobody at all
+                record.sole = False  # other code holds it again, or none at all
         self._found_sole.clear()
 
 

@@ -29,6 +29,7 @@ from lowtide.codecs.deep_compression import DeepCompression, Huffman
 from lowtide.codecs.jpeg_act import JpegAct
 from lowtide.codecs.lossless import Bits, Packed, SparseRows, ZeroValue
 from lowtide.codecs.rates import Rates, measure
+from lowtide.core.spelling import did_you_mean
 from lowtide.errors import BadArgument
 
 ENTRY_POINTS = "lowtide.codecs"
@@ -73,7 +74,8 @@ def _part(name: str) -> AnyCodec:
         return built_in
     point = _plugins().get(name)
     if point is None:
-        raise BadArgument(f"unknown codec {name!r}: choose one of {', '.join(codec_names())}")
+        meant = did_you_mean(name.lower(), codec_names()) or f": choose one of {', '.join(codec_names())}"
+        raise BadArgument(f"unknown codec {name!r}{meant}")
     return _loaded(point)
 
 

@@ -74,7 +74,7 @@ class Codec(Protocol):
     - No blob is longer than `max_encoded_nbytes` says of the array's bytes; one that does not fit into `out` is refused
       with `NoRoom`. What lies behind a blob in `out` may change.
     - A blob that `encode` cannot have made for `out` is refused by `decode` with `ValueError`, or decoded to something:
-      a codec is no checksum.
+      a codec is not a checksum.
     - Encoding keeps no state: one codec serves any number of threads.
     """
 

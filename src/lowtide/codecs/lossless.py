@@ -98,7 +98,7 @@ class Bits(_Lossless):
         return nbytes + -(-nbytes // 4096)
 
     def ratio_model(self, stats: Stats) -> float:
-        """Return 1 and a byte for every 4096: numbers of single precision are no masks, unless all are zero."""
+        """Return 1 and a byte for every 4096: numbers of single precision are not masks, unless all are zero."""
         return (1.0 if stats.density else 1 / 8) + 1 / 4096
 
 

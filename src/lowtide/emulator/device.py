@@ -114,7 +114,7 @@ class Emulator:
         return self._native.stats(device)
 
     def reset_stats(self) -> None:
-        """Begin anew: peaks fall to what is live, totals to zero, the trace to nothing."""
+        """Start again: peaks fall to what is live, totals to zero, the trace to nothing."""
         for device in range(self._settings.devices):
             self._native.reset_stats(device)
         self._native.trace_clear()

@@ -35,7 +35,7 @@ class TideOptions(TypedDict, total=False):
 
 
 class Session:
-    """A tide that is opened and closed by somebody else's events; closed, it keeps its last statistics."""
+    """A tide that a framework's events open and close; closed, it keeps its last statistics."""
 
     def __init__(self, *, on_step: Listener | Iterable[Listener] | None = None, **options: Unpack[TideOptions]) -> None:
         if "budget" not in options:

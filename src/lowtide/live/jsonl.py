@@ -20,7 +20,7 @@ def to_jsonl(path: str | os.PathLike[str], *, rank: int | None = None) -> JsonLi
 class JsonLines:
     """Appends each step as one line, in one write: the lines of several ranks do not mix.
 
-    A log that cannot be written any more (a full disk) ends with a warning: it is no reason to end a training.
+    A log that cannot be written any more (a full disk) ends with a warning: it is not a reason to end a training.
     """
 
     def __init__(self, path: Path, *, rank: int | None = None) -> None:

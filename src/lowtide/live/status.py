@@ -10,7 +10,7 @@ from lowtide.live.epochs import EpochClock
 from lowtide.live.line import status_line
 from lowtide.live.terminal import LastRow
 
-# More often nobody can read.
+# Faster updates cannot be read.
 _PAUSE_S = 0.1
 
 

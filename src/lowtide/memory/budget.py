@@ -312,7 +312,7 @@ def _hierarchies(root: Path) -> Iterator[_Hierarchy]:
         if own.is_relative_to(mount_root):
             own = PurePosixPath("/") / own.relative_to(mount_root)
         if kind == "cgroup2":
-            # memory.high throttles instead of killing, which is no speed to train at: it bounds as memory.max does.
+            # memory.high throttles instead of killing, and training would crawl: it bounds as memory.max does.
             limit_files = ("memory.max", "memory.high")
             yield _Hierarchy(
                 label="cgroup v2",

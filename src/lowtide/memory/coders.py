@@ -39,7 +39,7 @@ def _calls(codec: Codec) -> tuple[_Call, _Call]:
     def encode(values: int, nbytes: int, blob: int, room_bytes: int) -> int:
         try:
             return codec.encode(_memory(values, nbytes).view(dtype), out=_memory(blob, room_bytes)).nbytes
-        except BaseException:  # noqa: BLE001  # a mover has nobody to raise to: the bytes go as they are
+        except BaseException:  # noqa: BLE001  # a mover cannot raise: the bytes go unencoded
             return _NOT_ENCODED
 
     def decode(blob: int, blob_bytes: int, values: int, nbytes: int) -> int:

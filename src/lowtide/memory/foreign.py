@@ -31,7 +31,7 @@ class Foreign:
             if not issubclass(type(thing), torch.Tensor):
                 continue
             with suppress(RuntimeError, NotImplementedError, AttributeError, ValueError):  # fake, meta, lazy, a wrapper
-                # A gradient has no Python object until somebody looks at it, so its parameter leads to it.
+                # A gradient has no Python object until the program looks at it, so its parameter leads to it.
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
                     if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
                         continue

@@ -58,7 +58,7 @@ class Access(IntFlag):
     """What a program promises of a file that it maps.
 
     READ_ONLY: nothing changes, so nothing is ever written. WRITE_ONLY: what was there before is not read. VOLATILE:
-    nobody wants it afterwards, so what is in memory at the end is not written.
+    it is not needed afterwards, so pages in memory at the end are not written.
     """
 
     READ_ONLY = 1

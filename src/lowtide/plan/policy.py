@@ -77,7 +77,7 @@ class About:
     """What a policy says of itself: where it comes from, and what it asks of those that execute and judge it.
 
     `reconstructed`: what its paper leaves open and was filled in here. `adapts`: it leaves alone what fits (False: it
-    moves things whatever the budget is). `recomputes`: its plans run operators again, where nobody forbids it.
+    moves the same bytes under every budget). `recomputes`: its plans run operators again, unless that is forbidden.
     `discards_victims`: what it gives up when memory runs out is not written but made again. `victims`: in which order,
     unless it `ChoosesVictims` itself.
     `kinds` are the storages it decides about (None: all that can move). `classified`: its place in the survey's tables.
@@ -144,7 +144,7 @@ class Costs(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides what a step moves, and in which order to give up the rest when memory runs out all the same."""
+    """Decides what a step moves, and in which order to give up the rest when memory still runs out."""
 
     @property
     def name(self) -> str:

@@ -42,9 +42,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Sole:
-    """Nobody but Lowtide holds the record's storage any more: giving it up frees memory.
+    """Only Lowtide holds the record's storage any more: giving it up frees memory.
 
-    Range: never told, since its pages can leave whoever holds the storage.
+    Range: never told, since its pages can leave no matter what holds the storage.
     """
 
     record: int
@@ -89,7 +89,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The plan wants these keys gone again, once nobody else holds them; `discard`: without a copy.
+    """The plan wants these keys gone again, once no other code holds them; `discard`: without a copy.
 
     Range: gone now, or once no operator uses it; to `place`, a tier and codec ("": where it went last). If an unchanged
     copy is there already, its pages are given up without a write.
@@ -266,14 +266,14 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring the record back whatever it takes, and wait for it."""
+    """Bring the record back, making room if necessary, and wait for it."""
 
     record: int
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Report `Sole` when nobody else holds the record any more."""
+    """Report `Sole` when no other code holds the record any more."""
 
     record: int
 

@@ -23,7 +23,7 @@ class LruQueue:
             return
         self._places[record] = place
         heappush(self._heap, place)
-        if len(self._heap) > 2 * len(self._places) + 64:  # nobody asks while everything fits
+        if len(self._heap) > 2 * len(self._places) + 64:  # while everything fits, the queue is not read
             self._heap = list(self._places.values())
             heapify(self._heap)
 

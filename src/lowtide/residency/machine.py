@@ -99,7 +99,7 @@ class Residency:
     """The state machine. It is also the `View` that a policy's `victims` looks at.
 
     With `discards`, victims are given up without a copy and made again, instead of being written. With `pages`, records
-    are ranges, which leave whoever holds them and are clean as long as nobody writes them.
+    are ranges, which may leave while something holds them, and stay clean until they are written.
     """
 
     def __init__(self, victims: Victims, *, discards: bool = False, pages: bool = False) -> None:
@@ -193,7 +193,7 @@ class Residency:
         return sum(entry.nbytes for entry in self._in_flight() if entry.where is Residence.LEAVING)
 
     def moving_bytes(self) -> int:
-        """Return the bytes in flight either way that nobody waits for."""
+        """Return the bytes in flight either way that no operator waits for."""
         return sum(entry.nbytes for entry in self._in_flight() if not entry.pinned)
 
     def moving(self, keys: Sequence[int]) -> list[int]:
@@ -361,7 +361,7 @@ class Residency:
         commands: list[Command] = []
         for record in records:
             entry = self._entries[record]
-            entry.leave, entry.discard, entry.sole = True, discard, False  # whoever uses it now may still hold it
+            entry.leave, entry.discard, entry.sole = True, discard, False  # its current user may still hold it
             commands.append(Watch(record))
         return commands
 
@@ -382,7 +382,7 @@ class Residency:
             entry.copies.clear()
             entry.stale = self._pages and entry.where is Residence.LEAVING
             if entry.where in (Residence.CLEAN, Residence.ARRIVING):
-                # Whoever has it now may change it without autograd noticing: the tier's copy is worth nothing.
+                # Its holder may change it without autograd noticing: the tier's copy is worth nothing.
                 entry.where = Residence.RESIDENT
         return self._send_away(record, entry) if self._pages else []
 

@@ -217,7 +217,7 @@ def _frozen(events: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
 def _staged(
     swapped: set[int], due: Mapping[int, Sequence[int]], use_events: Sequence[Sequence[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return which keys to bring closer at which event: some time before they are due, or used if nobody fetches."""
+    """Return which keys to bring closer at which event: some time before they are due, or before an unplanned use."""
     when = {key: uses[0] for key, uses in enumerate(use_events) if key in swapped and uses}
     when |= {key: event for event, keys in due.items() for key in keys}
     staged: dict[int, list[int]] = {}

@@ -24,7 +24,7 @@ from lowtide.plan.costs.sweep import ends_unused
 class Record:
     """A storage that can leave, as the simulated backend knows it.
 
-    `open`: the running operator lies in one of its gaps, so that nobody but the residency machine holds it. `watched`:
+    `open`: the running operator lies in one of its gaps, so that only the residency machine holds it. `watched`:
     the machine wants to hear when that is so again. `leaving`: its write is asked for and has not landed. `away`: its
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
@@ -55,7 +55,7 @@ class Record:
 class Trip:
     """One planned absence: out when `begin_op` begins, due back at `due_op`; `ops` make it again if nothing is read.
 
-    `for_good`: nobody needs it in any step, or all do so in slow memory, so that it is away all the time. `born`: it is
+    `for_good`: no operator needs it in any step, or all use it in slow memory: it is away all the time. `born`: it is
     allocated where it goes. `blocked_until_op` belongs to its place in
     the queue of prefetches.
     """
@@ -380,7 +380,7 @@ class Agenda:
         return sorted(reaching, key=lambda trip: (trip.fetch_op, trip.due_op, trip.gap))
 
     def copies(self) -> set[tuple[int, str]]:
-        """Return the records of which a tier has a good copy when a step begins, and where: nobody wrote them since."""
+        """Return the records of which a tier has a good copy when a step begins, and where: unchanged since."""
         changes: dict[int, list[tuple[int, str]]] = {}
         for index, op in enumerate(self._trace.ops):
             for storage in op.writes:

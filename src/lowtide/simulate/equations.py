@@ -12,8 +12,8 @@ the wording is ours:
                                           that has to be made again, what its makers read, back to what is on the device
 
 Here V_storage also holds what was discarded to be made again, and the chain of (5) ends at what is on the device: a
-program frees what nobody reads any more. Bytes on their way in are paid for from the start of the read (they count in
-(3)) but are not on the device before they have arrived (they do not count in (5)).
+program frees tensors that no operator reads any more. Bytes on their way in are paid for from the start of the read
+(they count in (3)) but are not on the device before they have arrived (they do not count in (5)).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Equations:
         self.storage.remove(record)
 
     def released(self, record: int) -> None:
-        """Take in that autograd let a record go that is in storage: nobody needs it any more."""
+        """Note that autograd let a record go that is in storage: no operator needs it any more."""
         self.storage.discard(record)
         self.coming.discard(record)
 

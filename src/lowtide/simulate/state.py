@@ -61,7 +61,7 @@ class State:
             self.equations.fits(self.index, self.peak_bytes[self.op], self.live_bytes())
 
     def gone(self, record: Record, at_s: float, *, discarded: bool = False) -> None:
-        """Free a record's fast bytes: the tier has them, or (`discarded`) nobody has."""
+        """Free a record's fast bytes: the tier has them or, if `discarded`, they are gone."""
         record.leaving = False
         record.away, record.discarded = not discarded, discarded
         self.away_bytes += record.nbytes

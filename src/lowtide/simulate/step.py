@@ -45,7 +45,7 @@ def simulate(
 
     Where pages move, that is the second of two steps: one that follows another of its kind.
 
-    `policy` chooses victims where memory runs out all the same; those of a policy that `discards_victims` are discarded
+    `policy` chooses victims where memory still runs out; those of a policy that `discards_victims` are discarded
     and made again. `allocator` names a model of `lowtide.estimate.predictors.allocators` for `reserved_peak_bytes`.
     `strict` checks the survey's equations after every event. Raises `BudgetTooSmall` where an operator does not fit.
     """

@@ -108,7 +108,7 @@ class FakeView:
 def assert_sound(plan: Plan, problem: Problem) -> Replay | None:
     """Assert everything that holds for a plan of any policy, and return what the verifier saw (None: over the budget).
 
-    A plan either keeps the budget or predicts that it does not; then every other rule has to hold all the same.
+    A plan either keeps the budget or predicts that it does not; then every other rule still has to hold.
     """
     assert plan.budget_bytes == problem.budget_bytes
     assert problem.can_recompute or not plan.recomputes, "the executor cannot run operators again"

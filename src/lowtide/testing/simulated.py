@@ -42,7 +42,7 @@ def simulated_steps(problem: Problem, policy: Policy, plan: Plan, *, may_refuse:
     """Return the step without a plan and the one with it, each asserted to be sound.
 
     A step may be missing where the budget is refused to it: if the policy says that it gives up nothing (`may_refuse`),
-    or discards what it gives up, since making that again takes memory. Whoever swaps runs from the floor on.
+    or discards what it gives up, since making that again takes memory. Policies that swap run from the floor on.
     """
     discards = problem.can_recompute and policy.about.discards_victims
     found = []

@@ -19,7 +19,7 @@ _BLOCK_BYTES = 512  # what st_blocks counts in
 
 
 class DramMedium(PlainMedium):
-    """Holds up to `most_bytes` in pages of memory that is no tensor's; offsets may be anything.
+    """Holds up to `most_bytes` in pages of memory that belongs to no tensor; offsets may be anything.
 
     What was written stays until it is released or overwritten. A write that would pass `most_bytes` is refused as on a
     full disk.

@@ -31,7 +31,7 @@ ZERO_VALUE: tuple[Codec, ...] = (ZeroValue(4), ZeroValue(2))
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What lies at `start`: `nbytes` of somebody's, as `blob_bytes` that `codec` made (None: as they are)."""
+    """The value at `start`: `nbytes`, stored as `blob_bytes` that `codec` made (None: unencoded)."""
 
     start: int
     nbytes: int

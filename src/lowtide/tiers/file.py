@@ -1,4 +1,4 @@
-"""The file tier: spill files that nobody else can see, striped over directories, past the page cache where possible.
+"""The file tier: spill files that others cannot see, striped over directories, past the page cache where possible.
 
 Striping over n files: stripe k = offset // stripe_bytes lives on file k % n, at
 (k // n) * stripe_bytes + offset % stripe_bytes. With one directory, positions in the file are offsets.
@@ -271,7 +271,7 @@ def _set_direct(fd: int, *, on: bool) -> None:
 def _try_direct(fd: int, directory: Path) -> bool:
     """Switch `fd` to O_DIRECT and return whether a block really can be written and read that way.
 
-    Recent kernels accept O_DIRECT on tmpfs and copy all the same, so memory is left buffered by name.
+    Recent kernels accept O_DIRECT on tmpfs but copy anyway, so memory is left buffered by name.
     """
     if not getattr(os, _O_DIRECT, 0) or filesystem.is_memory(directory):
         return False

@@ -1,4 +1,4 @@
-"""Keys on somebody's server that vanish with the process that made them, however it ends."""
+"""Keys on a server that vanish with the process that made them, however it ends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(self._expiry_s / 3):
-            with suppress(OSError):  # the next transfer tells; whoever comes back in time finds its keys
+            with suppress(OSError):  # the next transfer tells; a client that returns in time finds its keys
                 self.renew()
 
     def _keys(self) -> Iterator[list[str]]:

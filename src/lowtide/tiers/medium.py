@@ -105,7 +105,7 @@ class Medium(Protocol):
 
 @runtime_checkable
 class Releases(Protocol):
-    """A medium that gives room back which nobody will read: one whose bytes are dear."""
+    """A medium that gives back room that will not be read again: one whose bytes are expensive."""
 
     def release(self, begin: int, end: int) -> None:
         """Give back what lies from `begin` to `end`."""

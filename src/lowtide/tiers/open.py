@@ -29,7 +29,7 @@ Directory = str | os.PathLike[str]
 Spill = Directory | Sequence[Directory] | Medium | None
 
 _BUILT_IN = ("dram", "file", "null", *SCHEMES)
-# Two letters or more before the colon, so that a drive letter is no scheme.
+# Two letters or more before the colon, so that a drive letter is not a scheme.
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):")
 
 
@@ -96,7 +96,7 @@ def _open_slabs(servers: Sequence[str], rest: Sequence[object], *, capacity_byte
 
 
 def default_directory() -> tuple[Path, tuple[str, ...]]:
-    """Return where to spill when nobody says, and why if that is not the usual temporary directory."""
+    """Return the default spill directory, and the reason if it is not the usual temporary directory."""
     usual = Path(tempfile.gettempdir())
     if not filesystem.is_memory(usual):
         return usual, ()

@@ -61,7 +61,7 @@ class RespEngine:
             timeout_ms,
             sockets,
         )
-        assert self.context, f"{host} is no address"
+        assert self.context, f"{host} is not an address"
 
     def move(self, *, write: bool, offset: int, address: int, nbytes: int) -> int:
         """Move bytes; return 0, an errno or a code of failures.py."""

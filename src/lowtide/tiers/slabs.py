@@ -210,7 +210,7 @@ class Slabs(PlainMedium):
         return slice(begin, begin + -(-part.nbytes // ALIGN_BYTES))
 
     def _mapped(self, index: int) -> Server | None:
-        """Return the server of a slab, which is chosen now if it has none (None: nobody has room)."""
+        """Return the server of a slab, which is chosen now if it has none (None: no server has room)."""
         with self._lock:
             if (found := self._slabs[index].server) is not None:
                 return found

@@ -1,7 +1,7 @@
 """Slow memory that operators read and write in place: a file that is mapped, on a device of its own or imitated.
 
 `pmem:///path` is a file on persistent memory, or a directory there; `cxl:` is memory without cores of its own, which is
-how CXL memory shows, and `numa:1` the memory of another node. Where the device is no real one, this machine's memory is
+how CXL memory shows, and `numa:1` the memory of another node. Without a real device, this machine's memory is
 used, and operators that touch it wait (memory/native/slow.h): `?emulate=optane`, or another machine's name.
 """
 
@@ -204,7 +204,7 @@ def _persistent(url: str, path_text: str, options: Mapping[str, str], capacity_b
 
 
 def _open_there(path: Path) -> int:
-    """Return a file that nobody else uses. One that was not there has no name, so that nothing is ever left of it."""
+    """Return a file that no other program uses. A new one has no name, so that nothing is ever left of it."""
     if path.is_dir():
         return os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     if not path.exists():

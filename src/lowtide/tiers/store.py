@@ -124,7 +124,7 @@ class _Chunk:
     def run(self) -> None:
         try:
             moved_bytes = self.store._move(self.job, self.start)
-        except Exception as error:  # noqa: BLE001  whatever a medium of any origin raises, nobody is left waiting
+        except Exception as error:  # noqa: BLE001  a medium may raise anything, and no thread may be left waiting
             self.store._chunk_done(self.job, error=_kept(error, self.job))
         else:
             self.store._chunk_done(self.job, moved_bytes=moved_bytes)
@@ -317,7 +317,7 @@ class ThreadStore:
         return slot
 
     def _check_owner(self) -> None:
-        # Before the lock: a thread of the parent may have held it at the fork, and nobody here would release it.
+        # Before the lock: a thread of the parent may have held it at the fork, and no thread here would release it.
         if os.getpid() != self._owner_pid:
             raise failures.other_process("the spill store", owner_pid=self._owner_pid)
 

@@ -13,8 +13,8 @@ from typing import Protocol
 class Lane(IntEnum):
     """A queue of tasks; a thread looks into the lanes in this order.
 
-    READ: somebody waits for the bytes, now or soon.
-    WRITE: memory waits to be freed; nobody computes with it.
+    READ: an operator waits for the bytes, now or soon.
+    WRITE: memory waits to be freed; no operator computes with it.
     """
 
     READ = 0

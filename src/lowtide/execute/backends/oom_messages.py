@@ -13,7 +13,7 @@ import torch
 
 _DEVICE = re.compile(r"\b(?:GPU |[a-z]+:)(\d+) has a total capacity of")
 AWAY = "lowtide: this tensor is away from the device"
-"""How the error begins that a touch of a tensor raises whose bytes nobody has brought back."""
+"""How the error begins that a touch of a tensor raises whose bytes were not brought back."""
 _IN_TORCHSCRIPT = "failed in the TorchScript interpreter"
 
 

@@ -127,7 +127,7 @@ class Transfers(Protocol):
     """Records on their way out and back: what carries out the residency machine's commands. Waits are stated."""
 
     def watch(self, record: int) -> None:
-        """Report `Sole` when nobody else holds the record any more (new records are watched from the start)."""
+        """Report `Sole` when no other code holds the record any more (new records are watched from the start)."""
         ...
 
     def events(self) -> list[Event]:
@@ -198,7 +198,7 @@ class ShellMemory(Protocol):
         ...
 
     def bury_shells(self) -> None:
-        """Forget the storages that nobody holds any more."""
+        """Forget the storages that no code holds any more."""
         ...
 
     def is_all_there(self) -> bool:
@@ -218,7 +218,7 @@ class ShellMemory(Protocol):
         ...
 
     def keep_for_good(self, record: int) -> None:
-        """Leave a storage that is lent its block for good: somebody knows its address."""
+        """Leave a storage that is lent its block for good: the program knows its address."""
         ...
 
 

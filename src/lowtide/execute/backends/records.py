@@ -37,7 +37,7 @@ class SavedStorage:
         self.handed_out = False
 
     def is_alone(self) -> bool:
-        """Tell whether nobody else can reach the bytes: they may leave, and nobody changes them meanwhile (R1)."""
+        """Tell whether no other code can reach the bytes: they may leave, and stay unchanged meanwhile (R1)."""
         return self.storage is not None and self.holders() == _ALONE
 
     def holders(self) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class SavedStorage:
         return self.state is Residence.RESIDENT and self.is_alone()
 
     def may_be_released(self) -> bool:
-        """Tell whether a tier holds the same bytes and nobody else can reach these."""
+        """Tell whether a tier holds the same bytes and no other code can reach these."""
         return self.state is Residence.CLEAN and self.is_alone()
 
     def keep(self) -> bool:

@@ -195,8 +195,8 @@ def can_watch() -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Tell nobody of what this thread runs."""
-    look_away = _loaded.look_away if _loaded is not None else None  # before it is loaded nobody looks
+    """Stop reporting the operators that this thread runs."""
+    look_away = _loaded.look_away if _loaded is not None else None  # nothing is reported before it is loaded
     if look_away is not None:
         look_away(1)
     try:
@@ -208,7 +208,7 @@ def unseen() -> Iterator[None]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Tell nobody of what this thread runs: it is Lowtide's own, and nobody makes room for it."""
+    """Do not report the operators of this thread: they are Lowtide's own, and need no room."""
     before = is_aside()
     _thread.aside = True
     try:

@@ -1,4 +1,4 @@
-"""Tells when memory is about to change hands without a call: lent to numpy, say, or given up by whoever owns it."""
+"""Tells when memory is about to change hands without a call: lent to numpy, say, or given up by its owner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WeakRef: Any = StorageWeakRef  # untyped in torch
 class Lending:
     """Calls `before(tensor or storage, for_good)` before any of the ways is gone, in the whole process, while it is on.
 
-    `for_good`: nobody can tell later that it is lent. Whoever is told is held weakly.
+    `for_good`: it cannot be seen later that it is lent. The listener is held weakly.
     """
 
     def __init__(self, before: Callable[[Owned, bool], None]) -> None:
@@ -55,7 +55,7 @@ class LentForGood:
 
     def __init__(self) -> None:
         self._storages: dict[int, Any] = {}
-        self._most = 1024  # beyond that those are forgotten that are no more
+        self._most = 1024  # beyond that, those that are gone are forgotten
 
     def add(self, number: int, storage: torch.UntypedStorage) -> None:
         """Take note of one."""

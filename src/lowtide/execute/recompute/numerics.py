@@ -36,7 +36,7 @@ def numerics() -> Numerics:
         fills_uninitialized=torch._C._get_deterministic_fill_uninitialized_memory(),
         matmul_precision=torch.get_float32_matmul_precision(),
         dtype=torch.get_default_dtype(),
-        flushes=sys.float_info.min / 2 == 0.0,  # nobody can be asked, but the processor shows it
+        flushes=sys.float_info.min / 2 == 0.0,  # there is no function that tells, but the processor shows it
         cudnn=(
             torch._C._get_cudnn_enabled(),
             torch._C._get_cudnn_benchmark(),

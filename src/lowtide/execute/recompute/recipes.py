@@ -96,7 +96,7 @@ class Made:
 
     @property
     def product(self) -> Product:
-        """The product, which whoever asks holds."""
+        """The product; the caller keeps it alive."""
         product = self.reference()
         assert product is not None, "a call outlived what it changed"
         return product
@@ -135,8 +135,8 @@ class Product:
     """A storage by the calls that made it what it is: the first allocated it, as its output number `output`.
 
     `serial`: the memory it is in. `version`: the tensor's when it was last seen (None: it was changed by a call since).
-    `whole`: nobody else changed it. `record`: what the runtime knows it by, while it does. `touched_s`: when somebody
-    last made or read it.
+    `whole`: no other code changed it. `record`: its number in the runtime, while it has one. `touched_s`: when it
+    was last made or read.
     """
 
     calls: list[Call]
@@ -154,7 +154,7 @@ class Product:
         return len(self.calls) - 1
 
     def see(self, tensor: torch.Tensor, *, is_shared: bool) -> None:
-        """Look at a tensor on it: another version than expected, or numpy, means that somebody else may change it."""
+        """Look at a tensor on it: another version than expected, or numpy, means that other code may change it."""
         if is_shared or (self.version is not None and tensor._version != self.version):
             self.whole = False
         self.version = tensor._version

@@ -2,7 +2,7 @@
 
 `Remaker` is told of operators: it numbers the calls of the step, remembers those that a plan will want to run again,
 and sees the writes of its thread, so that nothing is made from operands that have changed (R1). What was given up does
-not outlive its step: between steps, where nobody watches, nothing depends on a call.
+not outlive its step: between steps, which are not watched, nothing depends on a call.
 
 Note [Unseen writes]: what changes memory, and how it is noticed. Operators of this thread, and of those on which
 autograd runs backward on a device: they are told, through views, `.data`, `out=` and lists; those of other libraries,
@@ -12,7 +12,7 @@ memory: not at all, so nothing is made from memory that they have, except parame
 up and made from it is made. The same before a storage is given up or resized by its owner, as FSDP does with
 parameters. What remains is in docs/limits.md.
 
-Note [Lost]: what it is made from may change all the same, where making it first has failed; whoever asks for it then is
+Note [Lost]: what it is made from may still change, where making it first has failed; a caller that asks for it then is
 told so. The end of a step or of the tide does not ask: often nobody will. When backward raises on a device, autograd's
 thread tells the program before it lets go of the graph, for which it needs the GIL: for a moment nobody but that thread
 holds what was saved. So what is lost stays given up, and the others are made.
@@ -84,7 +84,7 @@ class Remaker:
         self._products: dict[int, Product] = {}
         self._recipes: dict[int, Product] = {}
         self._lost: set[int] = set()
-        self._left: set[int] = set()  # of a step that is over: nobody watches what they are made from
+        self._left: set[int] = set()  # of a step that is over: their operands are no longer watched
         self._readers: dict[int, list[weakref.ref[Call]]] = {}
         self._numbers = itertools.count()  # on a device, autograd's threads call too
         self._wanted: Collection[int] | None = ()
@@ -197,7 +197,7 @@ class Remaker:
             self._follow(product, self._backend.serial(tensor))
 
     def gone(self, record: int) -> None:
-        """Take note that a record is no more."""
+        """Note that a record is gone."""
         self._release(record)
 
     def discard(self, record: int) -> bool | None:
@@ -287,7 +287,7 @@ class Remaker:
         self._changed(None, token.moved)
         if call is not None:
             call.duration_s, clock = time.perf_counter() - token.begun_s, self._backend.clock
-            if self._wanted is None and clock is not None:  # else nobody asks
+            if self._wanted is None and clock is not None:  # otherwise it is not used
                 call.duration_s = clock.took_s(token.operator, token.args, token.kwargs) or call.duration_s
             self._made(call, results, token.args, token.kwargs)
         for record, tensor in token.saved:
@@ -312,7 +312,7 @@ class Remaker:
         return torch.is_grad_enabled()  # else autograd saves nothing of what it makes
 
     def _forget_unsaved(self, *, but: Call | None = None) -> None:
-        """Let go of products that were not saved: whoever is made from them knows them by now.
+        """Let go of products that were not saved: recipes that need them hold them by now.
 
         What the running call has made (`but`) can only be saved by those that follow it.
         """
@@ -414,11 +414,11 @@ class Remaker:
             )
         except BaseException:
             for call in readers:
-                call.spoilt = True  # nobody can keep the program from writing: what was not made is lost
+                call.spoilt = True  # the program cannot be kept from writing: a value that was not made by now is lost
             raise
 
     def _before_lending(self, owned: Owned, for_good: bool) -> None:
-        """See to it that nothing will be made from memory that somebody gets who writes without a call."""
+        """Make sure that nothing is made from memory that code may write without a call."""
         if is_aside() or owned.device != self._backend.device or not (self._active or for_good):
             return
         tensor = as_tensor(owned)

@@ -85,7 +85,7 @@ class Driver(ABC):
             self.backend.fetch(record)
         except BaseException:
             with self._lock:
-                self.machine.on(e.ReadFailed(record))  # it is not on its way: nobody may wait for it
+                self.machine.on(e.ReadFailed(record))  # it is not on its way: no operator may wait for it
             raise
 
     def _await(self, records: list[int]) -> None:

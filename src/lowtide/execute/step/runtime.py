@@ -94,7 +94,7 @@ class Runtime(Touching):
             self._closed = True
 
     def abandon_step(self) -> None:
-        """Forget what the step did; what it gave up without a copy is made again if somebody asks for it."""
+        """Forget the step; storages that it gave up without a copy are made again when they are used."""
         self.machine.discards = False
         if self.remaker is not None:
             self.remaker.forget_step()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class UseWait(NamedTuple):
-    """A use that waited for its bytes: of which key, at which event, when; `demanded`: nobody had asked for them."""
+    """A use that waited for its bytes: of which key, at which event, when; `demanded`: without an earlier request."""
 
     key: int
     event: int

@@ -45,7 +45,7 @@ class Touching(Driver):
         self._watching = False
         self._lending = Lending(self._memory_lent)
 
-    # ---- who holds what ----
+    # ---- holders ----
 
     def know_holders(self, owners: Iterable[Owner]) -> None:
         """Let what these models and optimizers hold leave, now and later. They are not kept alive."""

@@ -80,6 +80,7 @@ class CpuTide(Tide):
         self._revisions = 0
         self._trace: Trace | None = None
         self._plan: Plan | None = None
+        self._problem: Problem | None = None  # that the plan answers
         self._traffic_planned: Traffic | None = None  # what had moved when the last plan was made
         self._step_stall_s = 0.0
         self._recompute_before_s = 0.0
@@ -301,7 +302,7 @@ class CpuTide(Tide):
 
     def _follow(self, planned: Planned, signature: tuple[object, ...]) -> int:
         check_executable(planned.plan, planned.problem)  # R6: a plan is followed as it stands, or not at all
-        self._plan = planned.plan
+        self._plan, self._problem = planned.plan, planned.problem
         schedule = compile_ranges(planned.plan, planned.recorded, tier=self._memory.tiers[0])
         number = self._add(schedule)
         self._signature_of[number] = signature

@@ -22,7 +22,7 @@ from lowtide.tiers.medium import Medium
 # Lossless and native; the first of two that leave as much is taken.
 USUAL_CODECS = ("zvc", "zvc2", "bits", "pack32", "pack16")
 
-# Those that round, where somebody admits it.
+# Those that round, where the user allows it.
 ROUNDING_CODECS = ("fp16", "bf16", "fp10", "fp8_e4m3", "fp8_e5m2")
 
 _SEEN_BYTES = 1 << 16

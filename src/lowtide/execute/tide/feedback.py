@@ -22,7 +22,7 @@ _MOST_PLANNED = 16
 
 
 class Wait(NamedTuple):
-    """An operator that waited for a storage's bytes, and when; `demanded`: nobody had asked for them."""
+    """An operator that waited for a storage's bytes, and when; `demanded`: they had not been requested before."""
 
     storage: int
     op: int

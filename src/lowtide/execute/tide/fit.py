@@ -198,5 +198,5 @@ def _as_list(given: T | Iterable[T] | None, kind: type[T], name: str, what: str)
     items = list(given) if isinstance(given, Iterable) else [given]
     for item in items:
         if not isinstance(item, kind):
-            raise BadArgument(f"{name} is a {type(item).__name__}: pass {what}, a list of them or None")
+            raise BadArgument(f"{name} has the type {type(item).__name__}: pass {what}, a list of them or None")
     return items

@@ -86,7 +86,7 @@ class Fleet(Tide):
             for tide in self._tides.values():
                 tide.finish_step()
         except BaseException:
-            self.abandon_step()  # also where it went well: nobody learns from it
+            self.abandon_step()  # also where it went well: nothing is learnt from it
             raise
         self._inside = False
         self._step_s.append(time.perf_counter() - self._started)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowtide import zoo
-from lowtide.capture.fake import capture_fake
+from lowtide.capture.fake import LEAST_BYTES, capture_fake
 from lowtide.capture.flops import CountFlops, with_flops
 from lowtide.capture.training import Training
 from lowtide.core.machine import Machine
@@ -65,19 +65,20 @@ def capture_model(
     steps: int = 2,
     dtype: str = "float32",
     reach: Reach = Reach.SAVED,
+    least_bytes: int = LEAST_BYTES,
     **sizes: Any,
 ) -> Trace:
     """Return the trace of a model of `lowtide.zoo`, by running it or, if `fake`, without executing it.
 
     With `machine`, operator times are those predicted for it; without, those measured here (executed) or predicted
     for the preset "cpu" (fake). Either way the trace knows its floating-point operations. `reach`: what the executor of
-    a step that is not executed here could move; a step that is says so itself.
+    a step that is not executed here could move, of `least_bytes` or more; a step that is says so itself.
     """
 
     def training() -> Training:
         return zoo.build(name, batch=batch, dtype=dtype, **sizes).training()
 
-    faked = capture_fake(training, machine=machine, reach=reach)
+    faked = capture_fake(training, machine=machine, reach=reach, least_bytes=least_bytes)
     if fake:
         return replace(faked, model=name)
     made = training()

@@ -37,7 +37,7 @@ def serve(
     tensors, such as the key-value cache, are inside the budget and may leave too. `slow`: as in `lowtide.fit`.
     """
     if not isinstance(model, torch.nn.Module):
-        raise BadArgument(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+        raise BadArgument(f"model has the type {type(model).__name__}: pass a torch.nn.Module")
     with (
         open_tide([model], [], budget=budget, spill=spill, slow=slow, policy=policy, verify=verify) as tide,
         tide.turning_refusals_into_errors(),
@@ -58,7 +58,7 @@ def _steps_of(tide: Tide, model: torch.nn.Module) -> AbstractContextManager[None
 
 
 def serving(tide: Tide) -> AbstractContextManager[None]:
-    """Make every outermost call of any module a step: for programs that only infer, and whose model nobody names."""
+    """Make every outermost call of any module a step: for programs that only infer and do not name their model."""
     module = torch.nn.modules.module
     return _hooked(
         tide,

@@ -1,7 +1,7 @@
 """`foreach` and `fused` optimizers in slices: the same kernels, a part of the parameters at a time.
 
 Such an optimizer passes lists of all its tensors to a dozen operators, one after the other. If the lists are larger
-than memory, every operator would read and write all of them anew. A parameter's update depends on no other's, so
+than memory, every operator would read and write all of them again. A parameter's update depends on no other's, so
 PyTorch's functional form of the optimizer is called once for each slice of its lists instead, and each tensor comes
 back once.
 

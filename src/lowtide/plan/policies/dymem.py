@@ -18,7 +18,7 @@ DISTANCE_OPS = 3
 
 
 class Dymem:
-    """Moves whatever no forward operator reads any more, whatever the budget is."""
+    """Moves every tensor that no forward operator reads any more, under every budget."""
 
     name = "dymem"
     summary = "Dymem: swaps out at the last forward reader, fetches a fixed number of operators ahead"

@@ -1,9 +1,9 @@
 """Fastswap: swap to far memory, with reads that are waited for on a way of their own (Amaro et al., EuroSys 2020).
 
-The kernel's swap without its waits. Pages go by age; a core of their own reclaims them ahead of need, so that whoever
-allocates does not wait for a write. A page that is missed is read at once, and those that left beside it are read ahead
-behind it, on another queue, so that neither they nor writes hold the missed one up. Reading ahead takes no memory that
-is short.
+The kernel's swap without its waits. Pages go by age; a core of their own reclaims them ahead of need, so that an
+allocation does not wait for a write. A page that is missed is read at once, and those that left beside it are read
+ahead behind it, on another queue, so that neither they nor writes hold the missed one up. Reading ahead takes no memory
+that is short.
 
     slot      the place of an eviction among all, in the order in which they left
     cluster   slots that are read ahead together: aligned, as the kernel's are

@@ -65,7 +65,7 @@ def shares(values: Sequence[Value], *, need_bytes: int, link_s: float) -> dict[i
     programme = Programme()
     again = [programme.variable(cost=min(one.again_s, 1e9), upper=float(one.again_s < inf)) for one in values]
     moved = [programme.variable(cost=one.exposed_s, upper=1.0) for one in values]
-    short = programme.variable(cost=1e6)  # what the link does not take; the inner level moves it all the same
+    short = programme.variable(cost=1e6)  # what the link does not take; the inner level still moves it
     terms = {k: float(one.one.nbytes) for ks in (again, moved) for k, one in zip(ks, values, strict=True)}
     programme.at_least(terms, float(min(need_bytes, sum(one.one.nbytes for one in values))))
     for first, second in zip(again, moved, strict=True):

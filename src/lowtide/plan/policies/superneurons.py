@@ -4,11 +4,11 @@ Symbols: a *checkpoint* is an output that costs much to make (convolutions, full
 concatenations, data, softmax); a *segment* is what lies between two of them; l_i, the bytes that the backward pass of
 layer i needs; l_peak, the largest of them.
 
-1. Liveness: what nobody reads any more is freed. A trace is recorded like that.
+1. Liveness: tensors that no operator reads any more are freed. A trace is recorded like that.
 2. Recomputation: what activations, pools and normalisations make is discarded, and made again from the checkpoint
    before it. A segment that fits into l_peak is made once, as a whole, and kept (speed-centric); of a longer one each
    member is made when it is needed (memory-centric). So the peak stays at l_peak.
-3. Cache: when memory runs out all the same, the least recently used tensor is copied out, while the operator waits.
+3. Cache: when memory still runs out, the least recently used tensor is copied out, while the operator waits.
 """
 
 from __future__ import annotations

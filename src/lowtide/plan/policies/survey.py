@@ -3,7 +3,7 @@
 Symbols: SO and SI, what is swapped out and in; an operator is *required* while it runs.
 
 1. Swap out: while memory is lacking, the next victim (least recently used, or largest) that no required operator
-   depends on joins SO. What nobody depends on any more leaves at once.
+   depends on joins SO. Tensors that no operator depends on any more leave at once.
 2. Swap in: what a required operator finds in storage is fetched while it waits. Ahead of that, by dependency: what the
    next `forward_ops` operators read; or by access time: what is read within `forward_s`.
 3. Both, dynamically: a tensor that would be needed again within `interval_s` of the end of its swap-out is not

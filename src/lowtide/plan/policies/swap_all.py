@@ -16,7 +16,7 @@ from lowtide.plan.policy import About, Classified, Family, Runs
 
 
 class SwapAll:
-    """Moves everything that can be moved, whatever the budget is."""
+    """Moves everything that can be moved, under every budget."""
 
     name = "swap_all"
     summary = "swaps every gap, fetched one use ahead"

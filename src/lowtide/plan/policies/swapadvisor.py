@@ -272,7 +272,7 @@ class _Evolution:
         return min(population, key=lambda one: one.fitness), bred, self._trials
 
     def _gain(self, population: Sequence[Individual]) -> bool:
-        """Tell whether there is anything left to gain: not if somebody fits without a stall."""
+        """Tell whether there is anything left to gain: not if a plan fits without a stall."""
         return all(one.fitness[0] > 0 or one.prediction.stall_s > 0 for one in population)
 
     def _express(self, genome: Genome) -> Individual:

@@ -7,7 +7,7 @@ tensor to one that uses it.
     swapin_groupby      uses of a tensor that are at most so many levels apart share one way back
     swapin_ahead        the way back begins when the operator so many levels before the use has ended;
                         negative: one after the other, when the use before it has run, the first one three levels ahead
-    sync_mode           0: nobody waits, 1: for what leaves, 2: for what comes back, 3: for both
+    sync_mode           0: no waiting, 1: for tensors that leave, 2: for those that return, 3: for both
 
 Tuning: the least waiting with which threshold 1 fits into 0.9 of the memory beside variables; then, by bisection, the
 largest threshold that fits, the largest distance ahead and the largest group. What leaves holds its memory for a level

@@ -44,7 +44,7 @@ def _cached(memory: SlowMemory) -> dict[int, Course]:
     cache.gone = {storage: [False] * len(life.touches) for storage, life in memory.lives.items()}
     cache.step()
     cache.step()
-    # What nobody touches is never cached.
+    # Storages that no operator touches are never cached.
     return {
         storage: Course(slow=tuple(cache.slow[storage]), gone=tuple(cache.gone[storage]))
         for storage, life in memory.lives.items()

@@ -1,6 +1,6 @@
 """Unified memory: pages move when they are touched, and the least recently used make room.
 
-Nobody decides: a fault brings a page, and at a full memory another page goes. The program waits for both. So a step
+There is no planner: a fault brings a page, and if memory is full another goes. The program waits for both. So a step
 takes its compute time, a fault for every page that comes (20 to 50 us on an accelerator; 45 us in the configuration of
 the UVMSmart simulator), and the bytes both ways. Everything is in pages: parameters and gradients, too.
 

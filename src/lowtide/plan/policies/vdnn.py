@@ -183,7 +183,7 @@ class _Vdnn:
 
 
 class VdnnAll(_Vdnn):
-    """Offloads the input of every layer but activations and softmax, whatever the budget is."""
+    """Offloads the input of every layer but activations and softmax, under every budget."""
 
     name = "vdnn_all"
     summary = "vDNN: offloads the inputs of all layers and waits at the end of each"
@@ -194,7 +194,7 @@ class VdnnAll(_Vdnn):
 
 
 class VdnnConv(_Vdnn):
-    """Offloads the inputs of convolutions, whatever the budget is."""
+    """Offloads the inputs of convolutions, under every budget."""
 
     name = "vdnn_conv"
     summary = "vDNN: offloads the inputs of convolutions and waits at the end of each layer"

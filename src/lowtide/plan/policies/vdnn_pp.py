@@ -1,6 +1,6 @@
 """vDNN++: vDNN's candidates and prefetches without its waits (Shriram et al., IPDPS 2019).
 
-An input is freed by whoever sees its copy complete, and an allocation that finds no memory waits until something is
+An input is freed once its copy is complete, and an allocation that finds no memory waits until something is
 freed: compute stalls only where memory is really short. Copies may be compressed on the host, after the transfer, which
 shrinks the pinned memory there and changes nothing in fast memory or on the link.
 """

@@ -59,7 +59,7 @@ class _Where(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Trip:
-    """One swap on its way out and back, once. `returns` is false where nobody asks for the storage again.
+    """One swap on its way out and back, once. `returns` is false where no operator needs the storage again.
 
     `leave_op`, `fetch_op`, `due_op` and `landed_op` are counted from the first step's beginning; `writes` is false
     where the tier holds the bytes already. `swap` is a place where operators touch it while it is away.

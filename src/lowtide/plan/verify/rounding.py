@@ -9,7 +9,7 @@ from lowtide.plan.verify.shape import label
 
 
 def check_rounding(plan: Plan, problem: Problem) -> None:
-    """Raise `PlanError` for a swap through a codec that rounds where nobody may."""
+    """Raise `PlanError` for a swap through a codec that rounds where rounding is not allowed."""
     errors = {codec.name: codec.error_bound for codec in problem.codecs}
     rounded = [swap for swap in plan.swaps if errors.get(swap.codec, 0.0) > 0]
     if not rounded:
@@ -29,7 +29,7 @@ def _check_readers(swap: Swap, problem: Problem, touched: tuple[int, ...], again
     trace = problem.trace
     kind = trace.storages[swap.gap.storage].kind
     if kind is not Kind.ACTIVATION or trace.lives_on(swap.gap.storage):
-        raise PlanError(f"V9: {label(swap)} is rounded by {swap.codec!r}, and its storage is no activation but {kind}")
+        raise PlanError(f"V9: {label(swap)} is rounded by {swap.codec!r}, but its storage is not an activation: {kind}")
     for op in touched:
         if op >= swap.gap.before_op and trace.ops[op].phase is not Phase.BACKWARD:
             raise PlanError(

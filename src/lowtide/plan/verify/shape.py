@@ -90,12 +90,12 @@ def _check_next_step(of_one: list[_Decision], trace: Trace) -> None:
 def _check_around(of_one: list[_Decision], spans: Spans) -> None:
     """Check V3 across the end of the step: a touch parts the gaps of one step from those of the next, if there is one.
 
-    A storage that nobody touches is away from one step to the next, so that no other decision about it has a place.
+    A storage that no operator touches is away from one step to the next, so that there is no other decision about it.
     """
     for one in of_one:
         if not isinstance(one, Place) and spans.for_good(one.gap):
             other = next(each for each in of_one if each is not one)
-            raise PlanError(f"V3: {label(one)}, which nobody needs, keeps it away for good; {label(other)} is another")
+            raise PlanError(f"V3: {label(one)}, which no operator needs, is away for good; {label(other)} is another")
 
 
 def _check_span(decision: Swap | Recompute, trace: Trace, eligible: dict[int, list[Gap]]) -> None:

@@ -53,7 +53,7 @@ class Spans:
 
 
 def _dead_ends(trace: Trace) -> frozenset[tuple[int, int]]:
-    """Return the storages and ends of gaps at which nobody touches the storage."""
+    """Return the storages and ends of gaps at which no operator touches the storage."""
     found = set()
     heirs = trace.heirs()
     for gap in trace.gaps():

@@ -40,7 +40,7 @@ class LayerKind(StrEnum):
     OTHER = "other"
 
 
-# Looked up in this order: "scaled_dot_product_attention" is no softmax, "max_pool2d_with_indices" no index.
+# Looked up in this order: "scaled_dot_product_attention" is not a softmax, "max_pool2d_with_indices" not an index.
 _WORDS: tuple[tuple[LayerKind, tuple[str, ...]], ...] = (
     (LayerKind.ATTENTION, ("attention",)),
     (LayerKind.EMBEDDING, ("embedding",)),

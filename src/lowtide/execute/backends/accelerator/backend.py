@@ -4,7 +4,7 @@ Device-agnostic: `torch.accelerator`, `torch.Stream`, `torch.Event`, `Tensor.rec
 
 Note [Budget on a device]: a device's allocator is not ours. It is told the budget where it takes one (then nothing
 passes it), and it is asked before every save and use whether what the step needs until the next one will fit; if not,
-records leave first. What a step needs was measured while it was recorded. An operator that finds no room all the same
+records leave first. What a step needs was measured while it was recorded. An operator that still finds no room
 has more leave before it, or in the middle of it: see Note [Who asks for room].
 
 Note [Landing]: a record's block is given up in the order of streams, not of the host's clock: kernels that come later
@@ -162,7 +162,7 @@ class AcceleratorBackend(Remaking):
     def _asked(self, lacking_bytes: int) -> bool:
         """Make room in the middle of an operator for which the allocator lacks so much; return whether any was made.
 
-        Not in an operation of our own, which may hold the lock: it is refused, and whoever needs it makes room first.
+        Not in an operation of our own, which may hold the lock: it is refused, and the caller makes room first.
         """
         if is_aside() or self._budget_bytes is None:
             return False
@@ -202,7 +202,7 @@ class AcceleratorBackend(Remaking):
 
     def too_small(self) -> BaseException:
         op, needed_bytes = self._refused
-        # Made anew each time: an error that was raised holds its traceback, and that holds tensors.
+        # Created each time: an error that was raised holds its traceback, and that holds tensors.
         return BudgetTooSmall(
             budget_bytes=self._budget_bytes or 0,
             needed_bytes=needed_bytes,

@@ -81,7 +81,7 @@ class Copies:
         return target.untyped_storage()
 
     def before_use(self, record: Record, tensor: torch.Tensor) -> None:
-        """Order what this thread computes next after the record's copy back, and tell the allocator who uses it."""
+        """Order what this thread computes next after the record's copy back, and tell the allocator its stream."""
         stream = self.note_stream()
         arrived = record.arrived
         if arrived is not None and stream.stream_id not in record.waited:
@@ -108,7 +108,7 @@ class Copies:
     def before_rerun(self, operands: Iterable[torch.Tensor]) -> torch.Stream:
         """Order an operator that this thread runs again after all that may have made its operands; return its stream.
 
-        The allocator is told who uses them: the program let go of some that nobody would have read again.
+        The allocator is told which stream uses them: the program let go of some that nobody would have read again.
         """
         stream = self.note_stream()
         order.rerun_after_compute(stream, [other for other in self._compute.values() if other is not stream])

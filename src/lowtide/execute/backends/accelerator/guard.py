@@ -45,7 +45,7 @@ class Room(Protocol):
         ...
 
     def look(self) -> None:
-        """Note which records are no more, and which nobody else holds any more."""
+        """Note which records are gone, and which no other code holds any more."""
         ...
 
     def failed(self, error: BaseException) -> None:

@@ -53,7 +53,7 @@ class HostCopy:
         self.transfers: list[Transfer] = []
         self.error: OSError | None = None
         self.kept = False  # the file tier could not take it: it stays in pinned memory
-        self.demanded = False  # somebody waits for it: it keeps its slot until it is back on the device
+        self.demanded = False  # an operator waits for it: it keeps its slot until it is back on the device
 
     def events(self) -> list[torch.Event]:
         """Return the copies that use the slot."""
@@ -156,7 +156,7 @@ class HostTier:
                 self._written(copy)
             else:
                 self._read(copy)
-        # Writes ahead of need, so that nobody has to wait for one; but not where everything fits anyway.
+        # Writes ahead of need, so that no operator has to wait for one; but not where everything fits anyway.
         if self.pool.free_bytes < self._headroom_bytes:
             self._relieve(self._headroom_bytes)
 

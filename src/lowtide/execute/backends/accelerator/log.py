@@ -184,7 +184,7 @@ class OperatorLog:
             if call is not None:
                 self.add(Logged.CALL, call)
             self._spans.append(span)
-        for operand in reads:  # also those of a view: what it returns is no new storage
+        for operand in reads:  # also those of a view: its result is not a new storage
             serial = self.serial_of(operand.storage)
             if span is not None:
                 self.add(Logged.READ, serial, operand.version, _rounded(operand.storage))
@@ -255,7 +255,7 @@ class OperatorLog:
 
     @_locked
     def evicted(self, storage: torch.UntypedStorage) -> None:
-        """Note that a record's block is given up: its end is no end of its bytes."""
+        """Note that a record's block is given up: its end is not the end of its bytes."""
         known = self._known.pop(storage._cdata, None)
         self.add(Logged.EVICT_FREE, known.serial if known else 0, _rounded(storage))
 

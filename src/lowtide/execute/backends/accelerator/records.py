@@ -54,7 +54,7 @@ class Record(SavedStorage):
         self._ends = ends
 
     def take(self) -> bool:
-        """Have the block for ourselves; False if somebody uses it."""
+        """Take the block for ourselves; False if other code uses it."""
         return True
 
     def copies(self) -> tuple[torch.Event, ...]:

@@ -1,6 +1,6 @@
 """Records on an accelerator that are given up without a copy, and made again by running operators on the device.
 
-Note [Made on a device]: whoever needs a record runs its operators: in backward that is autograd's thread for the
+Note [Made on a device]: the thread that needs a record runs operators: in backward that is autograd's thread for the
 device, on the stream of the node that asks. What they make belongs to that stream, and what they read was ready on some
 stream on which autograd saved or used something, so they wait for all of those (`rerun_after_compute`); as a rule there
 is one, and nothing to wait for. A block that is given up is ordered after the copies that use it, as always.
@@ -34,7 +34,7 @@ class Serials:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count(1)
-        self._most = 1024  # known ones; beyond that those are forgotten that are no more
+        self._most = 1024  # known ones; beyond that, those that are gone are forgotten
 
     def of(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage."""

@@ -36,7 +36,7 @@ class Shell(Record):
     """A storage that the program holds, named by `owner`, its number in torch. `storage` has its block if we do.
 
     `kind`: what it is, for messages. `lent`: for how many operators the block was put back. `stays`: it never leaves
-    (again), because somebody knows its address.
+    (again), because the program knows its address.
     """
 
     is_saved = False
@@ -53,7 +53,7 @@ class Shell(Record):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds the storage any more."""
+        """Whether no code holds the storage any more."""
         return bool(self._weak.expired())
 
     def held(self) -> torch.UntypedStorage:
@@ -117,7 +117,7 @@ class Shells(Traffic):
         return shell.number, shell.nbytes
 
     def bury_shells(self) -> None:
-        """Forget the storages that nobody holds any more, and what we have of them."""
+        """Forget the storages that no code holds any more, and our copies of them."""
         with self._lock:
             for shell in [shell for shell in self._shells.values() if shell.is_gone]:
                 del self._shells[shell.owner]

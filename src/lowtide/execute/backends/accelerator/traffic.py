@@ -151,7 +151,7 @@ class Traffic:
             self._watched[record] = None
 
     def look(self) -> None:
-        """Note which records are no more, and which nobody else holds any more."""
+        """Note which records are gone, and which no other code holds any more."""
         with self._lock:
             self._collect_ends()
             for number in list(self._watched):
@@ -214,7 +214,7 @@ class Traffic:
             return True
 
     def _landed(self, record: Record) -> None:
-        """End a copy out: give up the block, unless somebody wants it or has it."""
+        """End a copy out: give up the block, unless an operator wants it or has it."""
         del self._leaving[record.number]
         if record.handed_out:
             self._forget_copy(record)
@@ -332,7 +332,7 @@ class Traffic:
         self._copies.stalls.add(time.perf_counter() - start_s)
         with aside(), self._lock:
             self._host.settle()
-            # For whoever waits for a transfer that is under way, it is the device that waits: see Note [Landing].
+            # A thread that waits for a running transfer makes the device wait: see Note [Landing].
             if record in self._leaving:
                 self._landed(found)
             elif found.arrived is not None and found.storage is not None:

@@ -30,7 +30,7 @@ Found = dict[int, tuple[Any, int]]
 
 
 class StaticStorages:
-    """The storages that are no records, held weakly."""
+    """The storages that are not records, held weakly."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -59,7 +59,7 @@ class StaticStorages:
         self.nbytes = sum(nbytes for _, nbytes in self._known.values())
 
     def add(self, storage: Any, nbytes: int) -> None:
-        """Know one more, by its weak reference, which is no record any longer."""
+        """Add a storage that is no longer a record, by its weak reference."""
         if storage.cdata not in self._known:
             self._known[storage.cdata] = (storage, nbytes)
             self.nbytes += nbytes
@@ -105,7 +105,7 @@ class AccountedMemory:
         return self.live_bytes() + extra_bytes - self.budget_bytes
 
     def count_static(self, found: Found | None = None) -> None:
-        """Bring what is no record up to date: with all that was `found`, or without what has gone."""
+        """Update the storages that are not records: add those that were `found`, or remove those that are gone."""
         if found is not None:
             self.collect_ends()
             self.static.replace(found, without=self.by_storage)

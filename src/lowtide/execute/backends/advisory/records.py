@@ -28,7 +28,7 @@ WeakRef: Any = StorageWeakRef
 
 
 class End(NamedTuple):
-    """What is left of a record: the fast bytes it took, its extent, and its storage, weakly, if somebody holds that."""
+    """The rest of a record: the fast bytes it took, its extent, and its storage, weakly, if other code holds that."""
 
     number: int
     fast_bytes: int
