@@ -19,9 +19,9 @@ if not __package__:
     # Run as a file, Python puts this directory on the path instead of the one that holds it.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.direct_reads import drop_file
 from benchmarks.jobs import ROOT, Answer, launch
 from benchmarks.kernel_swap import memory_limit
-from benchmarks.serve import drop_file
 from lowtide.core.units import format_bytes, parse_bytes
 
 CONTENDERS = ("write", "stock", "create", "read", "load")

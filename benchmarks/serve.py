@@ -2,20 +2,17 @@
 
 Each round starts one fresh process for each contender, in a memory cgroup of `--limit` bytes (which needs root), stock
 in memory outside of it. The checkpoint's pages are dropped from the page cache before each: pages that are cached for
-another group would make everybody look fast. The rate of direct reads of the same files is measured in each round.
+another group would make everybody look fast. Lowtide's process reads the files directly between groups of passes and of
+words: a disk's rate changes from minute to minute, and shares of another minute's rate say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import os
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +22,12 @@ if not __package__:
     # Run as a file, Python puts this directory on the path instead of the one that holds it.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.direct_reads import drop_pages, shards
 from benchmarks.jobs import ROOT, Answer, launch
 from benchmarks.kernel_swap import memory_limit
 from lowtide.core.units import format_bytes, parse_bytes
 
 CONTENDERS = ("stock", "lowtide", "accelerate", "mmap")
-_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
         checkpoint = options.checkpoint or Path(spill) / "checkpoint"
         limit_bytes = parse_bytes(options.limit)
         answers: dict[str, list[Answer]] = {}
-        rates: list[float] = []
 
         def job(contender: str, budget_bytes: int, *, make: bool = False) -> ServeJob:
             return ServeJob(
@@ -82,8 +78,6 @@ def main(arguments: list[str] | None = None) -> int:
                 return 1
         budgets = [parse_bytes(text) for text in options.budgets]
         for _ in range(options.rounds):
-            drop_pages(checkpoint)
-            rates.append(direct_rate(checkpoint))
             for contender in options.contenders:
                 for budget_bytes in budgets if contender == "lowtide" else [0]:
                     name = f"lowtide {format_bytes(budget_bytes)}" if budget_bytes else contender
@@ -93,19 +87,17 @@ def main(arguments: list[str] | None = None) -> int:
                         answer = _launch(job(contender, budget_bytes), prefix=prefix)
                     answers.setdefault(name, []).append(answer)
                     print(f"{name}: {answer.failure or answer.facts}", file=sys.stderr, flush=True)
-        weights_bytes = sum(file.stat().st_size for file in _files(checkpoint))
-    rate = statistics.median(rates)
-    results = {name: _line(found, answers.get("stock"), weights_bytes, rate) for name, found in answers.items()}
+        weights_bytes = sum(file.stat().st_size for file in shards(checkpoint))
+    results = {name: _line(found, answers.get("stock"), weights_bytes) for name, found in answers.items()}
     facts = {
         "limit": options.limit,
         "weights_bytes": weights_bytes,
-        "direct_read_bytes_per_s": rate,
         "tokens": options.tokens,
         "words": options.words,
         "lines": results,
     }
     options.out.write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"weights {format_bytes(weights_bytes)}, direct reads {rate / 1e9:.2f} GB/s, limit {options.limit}")
+    print(f"weights {format_bytes(weights_bytes)}, limit {options.limit}")
     for name, line in results.items():
         print(f"{name:20} {line}")
     return int(any(line.get("failure") or line["identical"] is False for line in results.values()))
@@ -115,7 +107,7 @@ def _launch(job: ServeJob, prefix: list[str] | tuple[()] = ()) -> Answer:
     return launch(job, prefix=prefix, worker="benchmarks.serve_worker")
 
 
-def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, rate: float) -> dict[str, Any]:
+def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int) -> dict[str, Any]:
     failed = [answer.failure for answer in found if answer.failure is not None]
     if failed:
         return {"failure": failed[0], "identical": None}
@@ -139,62 +131,20 @@ def _line(found: list[Answer], stock: list[Answer] | None, weights_bytes: int, r
             "read_share_of_minimum": per_pass
             / max(1, statistics.median(answer.facts["least_read_bytes_per_pass"] for answer in found)),
             "stalled_share": statistics.median(answer.facts["stalled_share"] for answer in found),
-            "share_of_direct_rate": per_pass / pass_s / rate,
-            "word_share_of_direct_rate": statistics.median(a.facts["read_bytes_per_word"] for a in found)
-            / word_s
-            / rate,
+            "direct_read_bytes_per_s": statistics.median(_direct_rate(answer) for answer in found),
+            "share_of_direct_rate": statistics.median(_share_of_direct_rate(answer, "pass") for answer in found),
+            "word_share_of_direct_rate": statistics.median(_share_of_direct_rate(answer, "word") for answer in found),
         }
     return line
 
 
-def drop_pages(checkpoint: Path) -> None:
-    """Have the kernel forget what it has cached of the checkpoint."""
-    for file in _files(checkpoint):
-        drop_file(file)
+def _direct_rate(answer: Answer) -> float:
+    return statistics.median(answer.facts["direct_read_bytes_per_s"])
 
 
-def drop_file(file: Path) -> None:
-    """Have the kernel forget what it has cached of one file."""
-    descriptor = os.open(file, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
-def direct_rate(checkpoint: Path, threads: int = 3) -> float:
-    """Return the bytes per second at which so many threads read the whole checkpoint past the page cache."""
-    chunks = [
-        (file, offset)
-        for file in _files(checkpoint)
-        for offset in range(0, file.stat().st_size - _CHUNK_BYTES + 1, _CHUNK_BYTES)
-    ]
-    waiting, lock = iter(chunks), threading.Lock()
-
-    def work() -> None:
-        # Huge pages: the kernel reads three times as fast into them as into small ones.
-        buffer = mmap.mmap(-1, _CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-        opened = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in _files(checkpoint)}
-        while True:
-            with lock:
-                one = next(waiting, None)
-            if one is None:
-                break
-            os.preadv(opened[one[0]], [buffer], one[1])
-        for descriptor in opened.values():
-            os.close(descriptor)
-
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    began = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return len(chunks) * _CHUNK_BYTES / (time.perf_counter() - began)
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    return sorted(checkpoint.glob("*.safetensors"))
+def _share_of_direct_rate(answer: Answer, what: str) -> float:
+    rate = answer.facts[f"read_bytes_per_{what}"] / statistics.median(answer.facts[f"{what}_s"])
+    return float(rate / _direct_rate(answer))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,9 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budgets", nargs="+", default=["1GiB"], help="of tensor memory, for Lowtide")
     parser.add_argument("--limit", default="1.5GiB", help="bytes that the kernel allows each process but stock; 0: any")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--passes", type=int, default=5, help="forward passes, after three to warm up")
+    parser.add_argument(
+        "--passes", type=int, default=5, help="forward passes in each of two groups, after three to warm up"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="of the text that a pass is given")
-    parser.add_argument("--words", type=int, default=8, help="to generate one by one")
+    parser.add_argument("--words", type=int, default=8, help="to generate one by one, in each of two groups")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shape", default="842m", choices=["842m", "7b"], help="of a Llama; 7b has --layers 32")

@@ -8,14 +8,46 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.direct_reads import direct_rate
+
 _WARMUP = 3
+_GROUPS = 2
+
+
+class Timed:
+    """Something that is done again and again, with the seconds and the bytes that it took while it was measured."""
+
+    def __init__(self, body: Callable[[], None], read_bytes: Callable[[], int], stall_s: Callable[[], float]) -> None:
+        """Measure calls of `body`, with counters of bytes read and seconds waited."""
+        self._body, self._count_read, self._count_stall = body, read_bytes, stall_s
+        self.first_s: float | None = None
+        self.seconds: list[float] = []
+        self.read_bytes, self.stall_s, self.worked_s = 0, 0.0, 0.0
+
+    def warm_up(self, count: int) -> None:
+        """Call it without measuring."""
+        for _ in range(count):
+            began = time.perf_counter()
+            self._body()
+            self.first_s = time.perf_counter() - began if self.first_s is None else self.first_s
+
+    def measure(self, count: int) -> None:
+        """Call it and add up."""
+        read_bytes, stall_s, worked_s = self._count_read(), self._count_stall(), time.process_time()
+        for _ in range(count):
+            began = time.perf_counter()
+            self._body()
+            self.seconds.append(time.perf_counter() - began)
+        self.read_bytes += self._count_read() - read_bytes
+        self.stall_s += self._count_stall() - stall_s
+        self.worked_s += time.process_time() - worked_s
 
 
 # Width, width inside of a layer, heads.
@@ -131,48 +163,54 @@ def main() -> None:
         def read_bytes() -> int:
             return 0 if tide is None else tide.stats()["swapped_in_bytes"]
 
-        pass_s, first, stalled, worked_s = [], 0, 0.0, 0.0
-        for index in range(_WARMUP + job["passes"]):
-            if index == _WARMUP:
-                first = read_bytes()
-                stalled = 0.0 if tide is None else tide.stats()["stall_s"]
-                worked_s = time.process_time()
-            began = time.perf_counter()
+        def stall_s() -> float:
+            return 0.0 if tide is None else tide.stats()["stall_s"]
+
+        def make_pass() -> None:
             logits = model(text, use_cache=False).logits
-            pass_s.append(time.perf_counter() - began)
             digest.update(logits.float().numpy().tobytes())
-            del logits
-        worked_s = time.process_time() - worked_s
-        second, least = read_bytes(), None if tide is None else _least_read_bytes(tide)
-        if tide is not None:
-            stalled = (tide.stats()["stall_s"] - stalled) / sum(pass_s[_WARMUP:])
-        word_s, past, word, third = [], None, text[:, :1], 0
-        for index in range(_WARMUP + job["words"]):
-            if index == _WARMUP:
-                third = read_bytes()
-            began = time.perf_counter()
+
+        past, word = None, text[:, :1]
+
+        def say_word() -> None:
+            nonlocal past, word
             out = model(word, past_key_values=past, use_cache=True)
             past, word = out.past_key_values, out.logits[:, -1:].argmax(-1)
-            word_s.append(time.perf_counter() - began)
             digest.update(out.logits.float().numpy().tobytes())
-            del out
+
+        passes, words = Timed(make_pass, read_bytes, stall_s), Timed(say_word, read_bytes, stall_s)
+        direct: list[float] = []
+        least = None
+        for _ in range(_GROUPS):
+            # What was read ahead while the disk was measured is used up before the clock starts again.
+            passes.warm_up(_WARMUP)
+            passes.measure(job["passes"])
+            if tide is not None:
+                least = _least_read_bytes(tide)
+                direct.append(direct_rate(Path(job["checkpoint"])))
+            words.warm_up(_WARMUP)
+            words.measure(job["words"])
+            if tide is not None:
+                direct.append(direct_rate(Path(job["checkpoint"])))
         facts = {
             "load_s": load_s,
-            "first_pass_s": pass_s[0],
-            "pass_s": pass_s[_WARMUP:],
-            "busy_share_of_cores": worked_s / (sum(pass_s[_WARMUP:]) * len(os.sched_getaffinity(0))),
-            "word_s": word_s[_WARMUP:],
+            "first_pass_s": passes.first_s,
+            "pass_s": passes.seconds,
+            "busy_share_of_cores": passes.worked_s / (sum(passes.seconds) * len(os.sched_getaffinity(0))),
+            "word_s": words.seconds,
             "digest": digest.hexdigest(),
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if tide is not None:
-            facts["read_bytes_per_pass"] = (second - first) / job["passes"]
-            facts["read_bytes_per_word"] = (read_bytes() - third) / job["words"]
+            facts["read_bytes_per_pass"] = passes.read_bytes / len(passes.seconds)
+            facts["read_bytes_per_word"] = words.read_bytes / len(words.seconds)
             facts["written_bytes"] = tide.stats()["swapped_out_bytes"]
-            facts["stall_s"] = tide.stats()["stall_s"]
+            facts["stall_s"] = stall_s()
             facts["faults"] = tide.stats()["faults"]
             facts["least_read_bytes_per_pass"] = least
-            facts["stalled_share"] = stalled
+            facts["stalled_share"] = passes.stall_s / sum(passes.seconds)
+            facts["word_stalled_share"] = words.stall_s / sum(words.seconds)
+            facts["direct_read_bytes_per_s"] = direct
         print(json.dumps(facts))
 
 

@@ -112,6 +112,26 @@ def test_a_model_is_served_from_its_files(shards: int, pad: int, tmp_path: Path)
     assert stats["swapped_in_bytes"] >= 8 * MIB
 
 
+def test_weights_that_a_plan_keeps_are_not_written_if_they_leave_all_the_same(tmp_path: Path) -> None:
+    expected = call(saved(tmp_path / "checkpoint"))
+    with lowtide.init(budget=BUDGET, spill=tmp_path):
+        model = lowtide.load(Stack, tmp_path / "checkpoint")
+    with lowtide.serve(model, budget=BUDGET, spill=tmp_path) as tide:
+        for _ in range(4):
+            call(model)
+        plan, native = tide.plan(), ranges.current().native  # type: ignore[union-attr]
+        assert plan is not None
+        try:
+            native.stress(1, 11)  # all that may leave does, at every operator: the weights that the plan keeps, too
+            for _ in range(3):
+                assert torch.equal(call(model), expected)
+        finally:
+            native.stress(0, 0)
+        assert tide.plan() is plan
+        stats: dict[str, Any] = tide.stats()
+    assert stats["swapped_out_bytes"] == 0, "there is no second copy"
+
+
 def test_only_what_is_used_is_read(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = saved(tmp_path / "checkpoint").layers[5](torch.ones(1, WIDTH))

@@ -187,3 +187,77 @@ def test_trainers_checkpoints_stay_inside_the_limit_that_its_training_has(tmp_pa
     for file in theirs:
         name = file.relative_to(tmp_path / "stock")
         assert (tmp_path / "ours" / name).read_bytes() == file.read_bytes()
+
+
+LIGHTNING = """
+    import hashlib, sys
+    import lightning, torch
+    from torch import nn
+    import lowtide
+    from lowtide.integrations.lightning import TideStrategy
+    from lowtide.memory.native import load
+
+    way, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    load()
+    WIDTH, DEPTH, BUDGET = 1024, 3 if way == "idle" else 24, 128 << 20  # 4 MiB a layer, 16 with its state
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+        def training_step(self, batch, index):
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    if way == "stock":
+        model, strategy = Module(), "auto"
+    else:
+        with lowtide.init(budget=BUDGET, spill=out):
+            model = Module()
+        strategy = TideStrategy(budget=BUDGET, spill=out)
+    torch.manual_seed(1)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, WIDTH)), batch_size=2)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(out, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    lightning.Trainer(
+        accelerator="cpu", max_steps=2, strategy=strategy, callbacks=[saving], logger=False, default_root_dir=out,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, data)
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy())
+    print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), found.hexdigest())
+"""
+
+
+def test_lightnings_checkpoints_stay_inside_the_limit_that_its_training_has(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(LIGHTNING))
+    for way in ("idle", "stock", "ours"):
+        (tmp_path / way).mkdir()
+    idle, stock = (run(script, way, tmp_path / way) for way in ("idle", "stock"))
+    assert idle.returncode == stock.returncode == 0, idle.stderr + stock.stderr
+    (idle_kib, _), (stock_kib, expected) = idle.stdout.split()[-2:], stock.stdout.split()[-2:]
+    limit = int(idle_kib) * 1024 + 128 * MIB + SLACK
+    assert int(stock_kib) * 1024 > limit + 64 * MIB, "stock fits too: the limit proves nothing"
+    with memory_cgroup(limit) as group:
+        ours = run(script, "ours", tmp_path / "ours", group=group)
+        assert ours.returncode == 0, ours.stderr
+    assert ours.stdout.split()[-1] == expected
+    for step in (1, 2):
+        theirs, mine = (next((tmp_path / way).rglob(f"*step={step}.ckpt")) for way in ("stock", "ours"))
+        assert_same_state(theirs, mine)
+
+
+def assert_same_state(theirs: Path, mine: Path) -> None:
+    from lowtide.integrations.lightning import TideCheckpointIO
+
+    expected = torch.load(theirs, mmap=True, weights_only=False)
+    found = TideCheckpointIO().load_checkpoint(mine)
+    assert expected["state_dict"].keys() == found["state_dict"].keys()
+    assert all(torch.equal(one, found["state_dict"][name]) for name, one in expected["state_dict"].items())

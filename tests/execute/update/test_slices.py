@@ -120,3 +120,37 @@ def test_loops_over_single_tensors_are_left_alone(monkeypatch: pytest.MonkeyPatc
     finally:
         slices.off()
     assert calls == [5]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_budget_below_one_parameters_update_is_refused_and_its_figure_is_enough(name: str, tmp_path: Path) -> None:
+    """By faults alone, the tensors of one parameter would give each other up for every few elements."""
+    stock = training(name, "fused")
+    train(*stock, nullcontext)
+
+    def managed(budget: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        found = training(name, "fused")
+        with lowtide.fit(*found, budget=budget, spill=tmp_path) as tide:
+            train(*found, tide.step)
+        return found
+
+    def needed() -> int:
+        with pytest.raises(lowtide.BudgetTooSmall) as refusal:
+            managed(2 * WIDTH * WIDTH * 4)
+        return refusal.value.needed_bytes  # and not the error, whose frames hold the refused training
+
+    assert_equal(stock, managed(needed()))
+
+
+def test_a_row_of_lists_that_does_not_fit_is_refused_and_one_that_fits_is_not(tmp_path: Path) -> None:
+    def scaled(budget: int) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        kept, factors, others = ([torch.randn(size, WIDTH) for size in (64, 64, 1024, 64)] for _ in range(3))
+        with lowtide.fit(budget=budget, spill=tmp_path) as tide, tide.step():
+            torch._foreach_addcmul_(kept, factors, others)
+        return kept
+
+    expected = scaled(1 << 30)
+    assert all(torch.equal(a, b) for a, b in zip(scaled(13 * 2**18), expected, strict=True)), "three MiB are a row"
+    with pytest.raises(lowtide.BudgetTooSmall, match="_foreach_addcmul_"):
+        scaled(11 * 2**18)

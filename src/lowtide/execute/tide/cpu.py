@@ -158,7 +158,9 @@ class CpuTide(Tide):
         if optimizer not in self._rehearsed:
             self._rehearsing = self._put_off.paused = True
             try:
-                self._to_come_bytes = rehearse(optimizer, least_bytes=self._memory.least_bytes)
+                self._to_come_bytes = rehearse(
+                    optimizer, least_bytes=self._memory.least_bytes, refused=self._memory.was_sounded
+                )
             finally:
                 self._rehearsing = self._put_off.paused = False
         if self._memory.was_sounded:

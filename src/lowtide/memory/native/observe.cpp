@@ -5,6 +5,10 @@
 // Note [Announcing]: before an operator runs, its operands are pinned and brought back; what it allocates is pinned too;
 // when it ends, all of it may leave again. Views touch no bytes, and what is composed of other operators leaves it to
 // them. A list of tensors too long for memory (a fused optimizer's) is not pinned: faults bring its tensors one by one.
+//
+// Note [Rows]: a kernel over several lists uses the tensors at one place of each of them at once, a row. Memory that cannot
+// hold the largest row is refused like memory that cannot hold an operator's single operands: by faults alone, the tensors of
+// a row would give each other up for every few elements.
 #include "calls.h"
 #include "remakes.h"
 #include "schedule.h"
@@ -191,6 +195,7 @@ struct Touched {
   int64_t serial;  // another thread may free it while this one waits
   bool writes, changes;
   bool demanded = false;  // it is away, and nobody has asked for it
+  int64_t row = 0;        // its place in a list
 };
 
 // Large memory of CPU tensors that no range is, by address: it cannot leave, and is told (R6). With `pages().mutex` held.
@@ -210,7 +215,7 @@ Range* range_of(const at::Tensor& tensor) {
 // With `pages().mutex` held.
 void collect(
     const c10::IValue& value, bool writes, bool changes, std::vector<Touched>& single, std::vector<Touched>& listed) {
-  auto add = [&](const at::Tensor& tensor, std::vector<Touched>& into) {
+  auto add = [&](const at::Tensor& tensor, std::vector<Touched>& into, int64_t row = 0) {
     Range* range = range_of(tensor);
     if (!range) return;
     if (tensor.scalar_type() != at::kFloat) {
@@ -219,16 +224,49 @@ void collect(
       range->floats = true;
       range->used_bytes = static_cast<int64_t>(tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes());
     }
-    into.push_back({range, range->serial, writes, changes});
+    into.push_back({range, range->serial, writes, changes, false, row});
   };
+  int64_t row = 0;
   if (value.isTensor()) {
     add(value.toTensor(), single);
   } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) add(tensor, listed);
+    for (const at::Tensor& tensor : value.toTensorVector()) add(tensor, listed, row++);
   } else if (value.isOptionalTensorList()) {
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-      if (tensor) add(*tensor, listed);
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      if (tensor) add(*tensor, listed, row);
+      ++row;
+    }
   }
+}
+
+// See Note [Rows]. With `pages().mutex` held.
+std::vector<Touched> largest_row(const std::vector<Touched>& listed, int64_t* most_bytes) {
+  std::unordered_map<int64_t, std::vector<Touched>> rows;
+  const std::vector<Touched>* largest = nullptr;
+  for (const Touched& each : listed) rows[each.row].push_back(each);
+  *most_bytes = 0;
+  for (const auto& [place, row] : rows) {
+    std::unordered_set<const Range*> counted;
+    int64_t bytes = 0;
+    for (const Touched& each : row)
+      if (counted.insert(each.range).second) bytes += each.range->bytes;
+    if (largest && bytes <= *most_bytes) continue;
+    largest = &row;
+    *most_bytes = bytes;
+  }
+  return largest ? *largest : std::vector<Touched>();
+}
+
+// Whether memory can hold all of `row` at one time. If so, it does for a moment.
+bool fits_waiting(const std::vector<Touched>& row, std::unique_lock<std::mutex>& guard) {
+  Ranges& all = ranges();
+  bool here = true;
+  for (const Touched& each : row) all.pin(each.range);
+  for (const Touched& each : row)
+    here = (Ranges::is_reachable(each.range) || all.bring_waiting(each.range, guard, true)) && here;
+  for (const Touched& each : row)
+    if (each.range->serial == each.serial) all.unpin(each.range);
+  return here;
 }
 
 // Note what the outermost operator has in slow memory, and how far what it reads is in the cache. With `pages().mutex` held.
@@ -461,10 +499,17 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
   for (const Touched& operand : single)
     if (operand.changes) all.note_write(operand.range, stamp);
   int64_t budget = counters.budget.load(std::memory_order_relaxed);
-  if (!budget || list_bytes <= budget / 2 || facts.goes_on)
+  if (!budget || list_bytes <= budget / 2 || facts.goes_on) {
     single.insert(single.end(), listed.begin(), listed.end());
-  else if (begins)
-    for (const Touched& operand : listed) note_slow(use, operand.range, true, operand.writes);
+  } else {
+    int64_t row_bytes = 0;
+    std::vector<Touched> row = largest_row(listed, &row_bytes);
+    // What does not fit is pinned: faults then pass the budget, which is raised.
+    bool whole = row.size() == listed.size();
+    if (whole || (row_bytes > budget / 4 && !fits_waiting(row, guard))) single.insert(single.end(), row.begin(), row.end());
+    if (begins && !whole)
+      for (const Touched& operand : listed) note_slow(use, operand.range, true, operand.writes);
+  }
   if (single.empty()) return;
   ++all.counted.touches;
   for (const Touched& operand : single) {
