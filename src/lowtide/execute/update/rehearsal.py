@@ -17,7 +17,7 @@ def rehearse(optimizer: torch.optim.Optimizer, *, least_bytes: int, refused: boo
     """Update a copy of the largest parameter, which allocates and uses at once what the first update of it will.
 
     Return the bytes of state to come of all parameters of fewer than `least_bytes`, which never leave. Where the state
-    exists, the update alone is rehearsed, if the step is `refused`: its refusal tells what the whole of it needs. Nothing
+    exists, the update is rehearsed only if the step is `refused`: its refusal tells what the whole of it needs. Nothing
     happens where the optimizer is none of PyTorch's: making another one could do anything.
     """
     exists = bool(optimizer.state)
