@@ -56,3 +56,27 @@ def test_an_index_that_names_what_its_shard_does_not_hold_is_refused(tmp_path: P
     with pytest.raises(CheckpointError):
         lowtide.load(model, tmp_path)
     assert torch.equal(model.weight, before)
+
+
+def test_weights_that_begin_inside_a_page_are_read_in_whole_pieces(tmp_path: Path) -> None:
+    """A piece lies in one page of the file more than it has; a read of that page alone takes as long as a large one."""
+    weight, piece = torch.arange(2**24, dtype=torch.float32), 2 * 2**20
+
+    def reads() -> int:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["syscr"])
+
+    save_file({"weight": weight}, tmp_path / "model.safetensors", metadata={"pad": "x" * 333})
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty_like(weight))
+
+    with lowtide.init(budget=2 * weight.nbytes, spill=tmp_path):
+        model = lowtide.load(Module, tmp_path / "model.safetensors")
+        before = reads()
+        assert float(model.weight.detach()[-1]) == float(weight[-1])
+        made = reads() - before
+        assert torch.equal(model.weight.detach(), weight)
+    assert weight.nbytes // piece <= made <= weight.nbytes // piece + 4, "one in five was for a single page"

@@ -61,13 +61,14 @@ class Source {
 
  private:
   // Of memory for each thread that reads, beside the budget. One huge page: the kernel reads three times as fast into it as
-  // into small ones, each of which it has to look up and hold.
+  // into small ones, each of which it has to look up and hold. And a small one: so many bytes that do not begin at a page of
+  // the file lie in one page more, and a read of that page alone would take as long as one of all the others.
   static constexpr int64_t kBounce = 2 << 20;
 
   // Never freed: movers live as long as the process.
   static char* new_bounce() {
     void* got = nullptr;
-    if (posix_memalign(&got, kBounce, kBounce) != 0) return nullptr;
+    if (posix_memalign(&got, kBounce, kBounce + kPage) != 0) return nullptr;
     madvise(got, kBounce, MADV_HUGEPAGE);
     return static_cast<char*>(got);
   }
@@ -109,8 +110,8 @@ class Source {
     static thread_local char* bounce = nullptr;
     if (!bounce && !(bounce = new_bounce())) return ENOMEM;
     while (wanted > 0) {
-      int64_t skew = direct_ ? begin % kPage : 0;  // of the first piece only: the next ones begin at pages, or close
-      int64_t piece = std::min(wanted, in_memory(kBounce - skew, conversion)), bytes = in_file(piece, conversion);
+      int64_t skew = direct_ ? begin % kPage : 0;
+      int64_t piece = std::min(wanted, in_memory(kBounce, conversion)), bytes = in_file(piece, conversion);
       int error = fill(bounce, direct_ ? round_to_page(skew + bytes) : bytes, skew + bytes, begin - skew);
       if (error) return error;
       convert(data, bounce + skew, bytes, conversion);
