@@ -18,6 +18,7 @@ from lowtide.plan.policy import About, Family, Runs, View
 
 MIB = 2**20
 WIDTH = 512
+STEPS = 8
 
 
 class OfItsOwn:
@@ -43,34 +44,36 @@ def test_an_order_that_has_no_name_is_refused_before_anything_is_opened(tmp_path
         pass
 
 
-def places(heuristic: str, spill: Path) -> tuple[Place | None, Place | None, int]:
-    """Return where what a product has made and what a sum has made are, once a step ran out of memory.
+def places(heuristic: str, spill: Path) -> tuple[list[tuple[Place | None, Place | None]], int]:
+    """Return where the results of a product and of a sum are in each step, once it ran out of memory.
 
     The product is older, costs a thousand times as much, and is of the same size.
     """
+    found = []
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     with lowtide.fit(budget=9 * MIB, spill=spill, policy=Dtr(heuristic=heuristic)) as tide:
-        for _ in range(4):  # the first time, what is given up is on trial
+        for _ in range(STEPS):
             with tide.step():
                 dear: Tensor = weight
                 for _ in range(4):
                     dear = dear @ weight
                 cheap = weight + 1.0
                 more = [torch.zeros(WIDTH, WIDTH) for _ in range(6)]
-                found = (tide.memory.place(dear), tide.memory.place(cheap))  # type: ignore[attr-defined]
+                found.append((tide.memory.place(dear), tide.memory.place(cheap)))  # type: ignore[attr-defined]
                 (dear.sum() + cheap.sum()).backward()  # type: ignore[no-untyped-call]
                 weight.grad = None
                 del dear, cheap, more
-        return *found, int(str(tide.stats()["discarded_bytes"]))
+        return found[1:], int(str(tide.stats()["discarded_bytes"]))  # the first time, all that is given up is on trial
 
 
 def test_what_is_cheap_to_make_goes_before_what_is_older(tmp_path: Path) -> None:
-    dear, cheap, discarded_bytes = places("msps", tmp_path)
-    assert (dear, cheap) == (Place.HERE, Place.AWAY)
+    found, discarded_bytes = places("msps", tmp_path)
+    # Not in every step: on a busy machine a sum may be interrupted, and then it has taken longer than the product.
+    assert (Place.HERE, Place.AWAY) in found
     assert discarded_bytes > 0
 
 
 def test_by_age_the_older_goes_first(tmp_path: Path) -> None:
-    dear, _, discarded_bytes = places("lru", tmp_path)
-    assert dear is Place.AWAY
+    found, discarded_bytes = places("lru", tmp_path)
+    assert all(dear is Place.AWAY for dear, _ in found)
     assert discarded_bytes > 0
