@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _V1 = Path("/sys/fs/cgroup/memory")
@@ -38,23 +39,46 @@ def swap_file(directory: Path, *, nbytes: int) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGroup:
+    """A memory cgroup with a limit: `prefix` is the command that starts a process in it."""
+
+    directory: Path
+    peak: str
+
+    @property
+    def prefix(self) -> list[str]:
+        return ["sh", "-c", f'echo $$ > "{self.directory / "cgroup.procs"}" && exec "$0" "$@"']
+
+    def peak_bytes(self) -> int:
+        """Return the most that the kernel has charged to the group so far: its processes' memory and page cache."""
+        return int((self.directory / self.peak).read_text())
+
+
 @contextmanager
-def memory_limit(*, nbytes: int) -> Iterator[list[str]]:
-    """Yield the command prefix that starts a process with at most `nbytes` of memory and any amount of swap."""
-    group, limit = _place()
+def memory_group(*, nbytes: int) -> Iterator[MemoryGroup]:
+    """Make a group of processes with at most `nbytes` of memory and any amount of swap."""
+    directory, limit, peak = _place()
     try:
-        group.mkdir()
+        directory.mkdir()
     except OSError as error:
         raise KernelSwapUnavailable(f"cannot make a memory cgroup: {error.strerror}") from error
     try:
         try:
-            (group / limit).write_text(str(nbytes))
+            (directory / limit).write_text(str(nbytes))
         except OSError as error:
             raise KernelSwapUnavailable(f"cannot limit a memory cgroup: {error.strerror}") from error
-        yield ["sh", "-c", f'echo $$ > "{group / "cgroup.procs"}" && exec "$0" "$@"']
+        yield MemoryGroup(directory=directory, peak=peak)
     finally:
         with suppress(OSError):
-            group.rmdir()
+            directory.rmdir()
+
+
+@contextmanager
+def memory_limit(*, nbytes: int) -> Iterator[list[str]]:
+    """Yield the command prefix that starts a process with at most `nbytes` of memory and any amount of swap."""
+    with memory_group(nbytes=nbytes) as group:
+        yield group.prefix
 
 
 def swapped_bytes() -> tuple[int, int]:
@@ -74,13 +98,13 @@ def _make(path: Path, *, nbytes: int) -> None:
     _command("mkswap", str(path))
 
 
-def _place() -> tuple[Path, str]:
+def _place() -> tuple[Path, str, str]:
     name = f"lowtide-benchmark-{os.getpid()}"
     if (_V1 / "memory.limit_in_bytes").exists():
-        return _V1 / name, "memory.limit_in_bytes"
+        return _V1 / name, "memory.limit_in_bytes", "memory.max_usage_in_bytes"
     controllers = _V2 / "cgroup.subtree_control"
     if controllers.exists() and "memory" in controllers.read_text().split():
-        return _V2 / name, "memory.max"
+        return _V2 / name, "memory.max", "memory.peak"
     raise KernelSwapUnavailable("no memory cgroup that a process could be put into")
 
 
