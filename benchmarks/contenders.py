@@ -14,20 +14,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.jobs import Job
-from benchmarks.models import set_checkpointing
+from benchmarks.models import Benchmark, set_checkpointing
 
 LOWTIDE = ("lowtide", "before")
 _UNREACHED_BYTES = 1 << 40
 _NAIVE_LEAST_BYTES = 1 << 20
 
 
+def train_step(benchmark: Benchmark, module: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Run one ordinary training step."""
+    inputs, targets = batch
+    if benchmark.zero_first:
+        optimizer.zero_grad()
+    loss = benchmark.loss(module(inputs), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    if not benchmark.zero_first:
+        optimizer.zero_grad()
+    return loss.detach()
+
+
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """A training under way: the context of each step, and what it has moved or counted so far."""
+    """A training under way: how a step is done, its context, and what it has moved or counted so far."""
 
     step: Callable[[], AbstractContextManager[object]]
+    train_step: Callable[[Benchmark, nn.Module, Optimizer, tuple[Tensor, Tensor]], Tensor] = field(default=train_step)
     moved_bytes: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0))
     facts: Callable[[], dict[str, Any]] = field(default=dict)
+
+
+def creation(job: Job) -> AbstractContextManager[object]:
+    """Return the context in which the job's model is built."""
+    if not job.created_inside:
+        return nullcontext()
+    import lowtide
+
+    assert job.budget_bytes is not None, "Lowtide needs a budget"
+    return lowtide.init(budget=job.budget_bytes, spill=job.spill)
 
 
 @contextmanager

@@ -21,15 +21,17 @@ _ALLOCATOR_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES")
 class Job:
     """One training in a process of its own.
 
-    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or before
-    (Lowtide from another checkout: `source` is its src directory). `count_live`: run under Lowtide's allocator with a
-    budget that is never reached, only to count live bytes; such a run is not timed.
+    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or before (Lowtide
+    from another checkout: `source` is its src directory). `created_inside`: Lowtide's budget holds while the model is
+    built, too. `count_live`: run under Lowtide's allocator with a budget that is never reached, only to count live
+    bytes; such a run is not timed.
     """
 
     model: str
     contender: str
     spill: str
     budget_bytes: int | None = None
+    created_inside: bool = False
     warmup_steps: int = 2
     steps: int = 3
     count_live: bool = False

@@ -258,6 +258,8 @@ MODELS: dict[str, Callable[[Sizes], Benchmark]] = {
     "gpt": _gpt,
     # Its parameters, gradients and optimizer state weigh more than its activations: 5 GB.
     "gpt_large": lambda sizes: _gpt(sizes, depth=24, width=1024, heads=16, batch=2),
+    # The same of a billion parameters: 16.5 GB.
+    "gpt_1b": lambda sizes: _gpt(sizes, depth=20, width=2048, heads=16, batch=2),
     "resnet50": lambda sizes: _vision("ResNet-50", lambda: resnet50(classes=sizes.classes), sizes),
     "bert": _bert,
 }

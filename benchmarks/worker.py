@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from benchmarks.contenders import LOWTIDE, open_session
+from benchmarks.contenders import LOWTIDE, creation, open_session
 from benchmarks.jobs import Job
-from benchmarks.models import MODELS, Benchmark, Sizes
+from benchmarks.models import MODELS, Sizes
 
 _SEED = 1
 
@@ -37,8 +35,10 @@ def measure(job: Job) -> dict[str, Any]:
     """Train and return times, losses, peaks and bytes moved."""
     benchmark = MODELS[job.model](Sizes(vocabulary=job.vocabulary, classes=job.classes, scale=job.scale))
     torch.manual_seed(_SEED)
-    module = benchmark.build()
+    with creation(job):
+        module = benchmark.build()
     module.train()
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     optimizer = benchmark.optimizer(module)
     base_rss_bytes = _peak_rss_bytes()
     step_s: list[float] = []
@@ -51,7 +51,7 @@ def measure(job: Job) -> dict[str, Any]:
             batch = benchmark.batch(torch.Generator().manual_seed(_SEED + index))
             started = time.perf_counter()
             with session.step():
-                loss = train_step(benchmark, module, optimizer, batch)
+                loss = session.train_step(benchmark, module, optimizer, batch)
             step_s.append(time.perf_counter() - started)
             losses.append(float(loss).hex())
             del batch, loss
@@ -71,25 +71,12 @@ def measure(job: Job) -> dict[str, Any]:
         "moved_in_bytes_per_step": (moved[1] - moved_before[1]) / job.steps,
         "moved_out_bytes_total": moved[0],
         "moved_in_bytes_total": moved[1],
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "parameters": parameters,
         "title": benchmark.title,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **facts,
     }
-
-
-def train_step(benchmark: Benchmark, module: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Run one ordinary training step."""
-    inputs, targets = batch
-    if benchmark.zero_first:
-        optimizer.zero_grad()
-    loss = benchmark.loss(module(inputs), targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    if not benchmark.zero_first:
-        optimizer.zero_grad()
-    return loss.detach()
 
 
 def _peak_rss_bytes() -> int:
