@@ -13,6 +13,7 @@ from benchmarks import state
 from benchmarks.contenders import creation, open_session, train_step
 from benchmarks.jobs import Answer, Job
 from benchmarks.models import MODELS, Benchmark, LanguageModel, Sizes
+from lowtide.errors import BudgetTooSmall
 from lowtide.memory.native import load
 
 MIB = 2**20
@@ -73,6 +74,13 @@ def test_a_model_created_inside_its_budget_trains_as_stock_does(tmp_path: Path) 
     assert losses[0] == losses[1]
     assert facts["peak_reserved_bytes"] <= 40 * MIB < state_bytes
     assert facts["least_traffic_bytes"] > 0
+
+
+def test_the_budget_holds_while_the_model_is_created(tmp_path: Path) -> None:
+    load()
+    job = Job(model="tiny", contender="lowtide", spill=str(tmp_path), budget_bytes=MIB, created_inside=True)
+    with pytest.raises(BudgetTooSmall), creation(job):
+        torch.ones(MIB)
 
 
 def test_without_the_flag_the_model_is_created_outside_of_lowtide(tmp_path: Path) -> None:
