@@ -180,7 +180,9 @@ def test_an_optimizers_operator_is_called_that(capsys: pytest.CaptureFixture[str
     assert "in the optimizer's step" in captured.out
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "mistral-7b", "gpt2-xl", "bert-large", "sd-unet", "resnet18", "vit-l-16"])
+@pytest.mark.parametrize(
+    "name", ["llama-7b", "mistral-7b", "qwen", "gpt2-xl", "bert-large", "sd-unet", "resnet", "vit"]
+)
 def test_names_that_people_know_are_found(name: str) -> None:
     zoo.find(name)
 

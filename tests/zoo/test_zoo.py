@@ -57,6 +57,7 @@ PUBLISHED = {
     "llama-7b": 6_738_415_616,
     "llama-13b": 13_015_864_320,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "llama-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
@@ -151,6 +152,12 @@ def test_names_are_known_without_torch_and_in_any_spelling() -> None:
     assert zoo.find("GPT3-175B") is zoo.MODELS["gpt3_175b"]
     assert zoo.find("Llama7B") is zoo.MODELS["llama_7b"]
     assert zoo.find("gpt-2 XL") is zoo.MODELS["gpt2_xl"]
+    assert zoo.find("qwen") is zoo.MODELS["qwen2_7b"]
+    assert zoo.find("Qwen/Qwen2.5-7B-Instruct") is zoo.MODELS["qwen2_7b"]
+    assert zoo.find("meta-llama/Llama-2-7b-chat-hf") is zoo.MODELS["llama_7b"]
+    assert zoo.find("meta-llama/Meta-Llama-3-8B-Instruct") is zoo.MODELS["llama3_8b"]
+    assert zoo.find("mistralai/Mistral-7B-Instruct-v0.2") is zoo.MODELS["mistral_7b"]
+    assert zoo.find("vit-base") is zoo.MODELS["vit"]
     assert zoo.sizes_of("gpt3_175b")["layers"] == 96
     code = "import sys; from lowtide import zoo; zoo.find('vit'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

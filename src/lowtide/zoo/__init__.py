@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -99,6 +100,11 @@ MODELS: dict[str, Entry] = {
         summary="Llama and Llama 2, 13 billion parameters",
         sizes={"layers": 40, "width": 5120, "heads": 40, "kv_heads": 40, "hidden": 13824},
     ),
+    "llama2_70b": Entry(
+        target=_LLAMA,
+        summary="Llama 2, 70 billion parameters",
+        sizes={"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672},
+    ),
     "llama3_8b": Entry(
         target=_LLAMA,
         summary="Llama 3, 8 billion parameters",
@@ -173,19 +179,28 @@ ALIASES = {
     "bert_large_uncased": "bert_large",
     "gpt2_small": "gpt2",
     "gpt3": "gpt3_175b",
+    "llama2": "llama_7b",
     "llama2_7b": "llama_7b",
     "llama_2_7b": "llama_7b",
     "llama2_13b": "llama_13b",
     "llama_2_13b": "llama_13b",
+    "llama_70b": "llama2_70b",
+    "llama_2_70b": "llama2_70b",
+    "llama3": "llama3_8b",
     "llama_3_8b": "llama3_8b",
     "llama_3.1_8b": "llama3_8b",
     "llama3.1_8b": "llama3_8b",
     "llama_3_70b": "llama3_70b",
+    "llama_3.1_70b": "llama3_70b",
     "llama_3.2_1b": "llama3_1b",
     "llama3.2_1b": "llama3_1b",
     "tinyllama_1.1b": "tinyllama",
     "mistral": "mistral_7b",
+    "qwen": "qwen2_7b",
+    "qwen2": "qwen2_7b",
+    "qwen2.5": "qwen2_7b",
     "qwen_7b": "qwen2_7b",
+    "qwen3": "qwen3_8b",
     "qwen2.5_0.5b": "qwen2_0.5b",
     "qwen2.5_1.5b": "qwen2_1.5b",
     "qwen2.5_7b": "qwen2_7b",
@@ -198,6 +213,9 @@ ALIASES = {
     "densenet": "densenet121",
     "inception": "inception_v3",
 }
+
+# What publishers add to the names of models that are as large as the one without it.
+_VARIANT = re.compile(r"(_(hf|it|chat|instruct|base|v\d\.\d))+$")
 
 _BY_BARE_NAME = {bare(name): model for name, model in {**{name: name for name in MODELS}, **ALIASES}.items()}
 
@@ -224,8 +242,9 @@ def _configured(name: str) -> Entry:
 
 def registered_name(name: str) -> str:
     """Return the name under which the zoo has a model."""
-    plain = name.lower().rpartition("/")[2].replace("-", "_").removesuffix("_hf").removesuffix("_v0.1")
-    plain = _BY_BARE_NAME.get(bare(plain), plain)
+    plain = name.lower().rpartition("/")[2].replace("-", "_").removeprefix("meta_")
+    for spelled in (plain, _VARIANT.sub("", plain)):
+        plain = _BY_BARE_NAME.get(bare(spelled), plain)
     if plain not in MODELS:
         meant = did_you_mean(plain, (*MODELS, *ALIASES)) or f": choose one of {', '.join(MODELS)}"
         raise BadArgument(f"unknown model {name!r}{meant} (a Hugging Face config.json: --hf-config FILE)")
