@@ -120,7 +120,8 @@ def test_run_refuses_an_output_that_cannot_be_written(
 
 
 def test_an_unknown_option_or_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str], script: str) -> None:
-    assert "see 'lowtide run --help'" in refused(capsys, "run", "--bugdet=1GiB", script)
+    line = refused(capsys, "run", "--bugdet=1GiB", script)
+    assert line == "lowtide: no such option '--bugdet': did you mean '--budget'? (see 'lowtide run --help')"
     assert "see 'lowtide --help'" in refused(capsys, "rnu")
 
 
@@ -293,6 +294,7 @@ def test_a_small_budget_without_a_unit_asks_for_one(
     capsys: pytest.CaptureFixture[str], script: str, budget: str
 ) -> None:
     assert f"add a unit, such as '{budget.strip()}GiB'" in refused(capsys, "run", f"--budget={budget}", script)
+    assert "add a unit, such as '2000MiB'" in refused(capsys, "run", "--budget=2000", script)
 
 
 @pytest.mark.parametrize("argv", [("plan", "--floor"), ("simulate", GOOD), ("report", GOOD, "--out=page.html")])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.core.spelling import did_you_mean
+from lowtide.core.spelling import did_you_mean, is_close
 from lowtide.errors import LowtideError
 
 VERBS = (
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = group.main(args=None if argv is None else list(argv), prog_name="lowtide", standalone_mode=False)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "lowtide"
-        message = error.format_message().rstrip(".") + _example_with(error)
+        message = _complaint(error)
         return _fail(f"{message[:1].lower()}{message[1:]} (see '{where} --help')")
     except click.ClickException as error:
         return _fail(error.format_message())
@@ -130,6 +130,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _complaint(error: click.UsageError) -> str:
+    if isinstance(error, click.NoSuchOption):  # click has words and a list of its own for what comes close
+        options = [name for each in error.ctx.command.params for name in each.opts] if error.ctx is not None else []
+        bare = error.option_name.lstrip("-")
+        close = [name for name in options if is_close(bare, name.lstrip("-"))]
+        return f"no such option {error.option_name!r}{did_you_mean(error.option_name, close)}"
+    return error.format_message().rstrip(".") + _example_with(error)
 
 
 def _example_with(error: click.UsageError) -> str:

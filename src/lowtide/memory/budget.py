@@ -29,6 +29,8 @@ MARGIN_MIN_BYTES = 256 * 2**20
 
 # Fewer bytes than this without a unit are a unit that was forgotten.
 _LEAST_WITHOUT_UNIT = 2**20
+# More of them than this were meant as MiB.
+_MOST_GIB = 512
 
 # v1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real comes near.
 _V1_UNLIMITED_BYTES = 2**60
@@ -241,7 +243,8 @@ def _positive_bytes(value: object, *, what: str) -> int:
     except ValueError as error:
         raise BadArgument(f"{what}: {error}") from None
     if isinstance(value, str) and not value.strip()[-1].isalpha() and 0 < float(value) < _LEAST_WITHOUT_UNIT:
-        raise BadArgument(f"{what} {value!r} would be {nbytes} bytes: add a unit, such as '{value.strip()}GiB'")
+        unit = "GiB" if nbytes <= _MOST_GIB else "MiB"
+        raise BadArgument(f"{what} {value!r} would be {nbytes} bytes: add a unit, such as '{value.strip()}{unit}'")
     if nbytes <= 0:
         raise BadArgument(f"{what} {value!r} leaves no memory to work in: pass more than zero bytes, such as '2GiB'")
     return nbytes
