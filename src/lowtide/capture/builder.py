@@ -48,7 +48,8 @@ class Recorded:
     `positions[i]` is the operator that began next when the i-th pack or unpack happened. `use_events[k]` are the
     numbers i at which the storage of `trace.saves[k]` was unpacked. `needs[i]` is how far live bytes rose before the
     i-th (the last one: after all), where the log says so. `calls[op]` are the numbers of the step's calls that an
-    operator consists of, where calls were numbered; `numbering_s` is what that took.
+    operator consists of, where calls were numbered; `numbering_s` is what that took. `before_training_s` is the part of
+    the trace before the operator that autograd followed first: loading data, evaluating, saving.
 
     Of an executor that moves pages there are no saves, and the first three are empty; the next step recognises a
     storage instead by `serials[storage]`, the number of its block, if it was there before the step, or by
@@ -63,6 +64,7 @@ class Recorded:
     needs: tuple[int, ...] = ()
     calls: Mapping[int, Sequence[int]] = field(default_factory=dict)
     numbering_s: float = 0.0
+    before_training_s: float = 0.0
     serials: tuple[int, ...] = ()
     births: tuple[tuple[int, int] | None, ...] = ()
 
@@ -344,7 +346,9 @@ class _Builder:
                 block.last_op = self.next_op - 1
                 self.live -= block.nbytes  # as it was counted when it was allocated: in whole pages
 
-    def finish(self, end_ns: int, kinds: Mapping[int, Kind], *, model: str, torch_version: str) -> Recorded:
+    def finish(
+        self, end_ns: int, kinds: Mapping[int, Kind], *, model: str, torch_version: str, trains_from_ns: int | None
+    ) -> Recorded:
         if self.ops:
             self.ops[0].peak_bytes = max(self.ops[0].peak_bytes, self.early_peak)
         kind_of = {self.block_of[serial]: kind for serial, kind in kinds.items() if serial in self.block_of}
@@ -382,9 +386,15 @@ class _Builder:
             use_events=use_events,
             calls=self.calls,
             numbering_s=sum(op.numbering_ns for op in self.ops) / 1e9,
+            before_training_s=self._before_s(trains_from_ns, trace.ops),
             serials=tuple(block.serial for block in self.blocks) if touched else (),
             births=tuple(block.birth for block in self.blocks) if touched else (),
         )
+
+    def _before_s(self, at_ns: int | None, ops: Sequence[Op]) -> float:
+        """Return the start, in the trace, of the operator that ran at a time (None: never)."""
+        begun = sum(op.begin_ns <= at_ns for op in self.ops) if at_ns is not None else 0
+        return ops[begun - 1].start_s if begun else 0.0
 
     def _ops(self, end_ns: int) -> tuple[Op, ...]:
         ops, start_s = [], 0.0
@@ -454,12 +464,14 @@ def build_trace(
     torch_version: str = "",
     reach: Reach = Reach.SAVED,
     least_bytes: int = 0,
+    trains_from_ns: int | None = None,
 ) -> Recorded:
     """Return the trace of a logged step. `kinds` says what known storages (by serial) are for.
 
-    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it.
+    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it. `trains_from_ns`: when
+    autograd followed an operator for the first time in the step (None: it followed none).
     """
     builder = _Builder(names, static_bytes=static_bytes, is_operator=is_operator, reach=reach, least_bytes=least_bytes)
     for entry in entries:
         builder.feed(entry)
-    return builder.finish(end_ns, kinds or {}, model=model, torch_version=torch_version)
+    return builder.finish(end_ns, kinds or {}, model=model, torch_version=torch_version, trains_from_ns=trains_from_ns)

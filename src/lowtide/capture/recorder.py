@@ -101,8 +101,11 @@ class Recorder:
         self._name_modules()
         self.recording = True
 
-    def stop(self) -> Recorded | None:
-        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it)."""
+    def stop(self, *, trains_from_s: float | None = None) -> Recorded | None:
+        """Stop and return the step as a trace (None: it was too long to record, or a fork interrupted it).
+
+        `trains_from_s`: when, by `time.perf_counter`, autograd followed the step's first operator (None: it never did).
+        """
         end_ns = time.perf_counter_ns()
         log = self._observation.take_log()
         self._unhook()
@@ -119,6 +122,7 @@ class Recorder:
             torch_version=torch.__version__,
             reach=self._reach,
             least_bytes=self._least_bytes,
+            trains_from_ns=None if trains_from_s is None else round(trains_from_s * 1e9),
         )
         trace = replace(recorded.trace, device=self._observation.device.type)
         return replace(recorded, trace=trace, needs=log.needs)

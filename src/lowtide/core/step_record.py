@@ -12,10 +12,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The seconds a step should take: without a budget, and under its plan (None: the policy predicts nothing)."""
+    """The seconds a step should take: without a budget, and under its plan (None: the policy predicts nothing).
+
+    `before_training_s` is the part of both before the first operator that autograd follows: a step of `lowtide run`
+    begins where the last one ended, so evaluating and saving are in it.
+    """
 
     unmanaged_s: float
     planned_s: float | None = None
+    before_training_s: float = 0.0
+
+    @property
+    def slowdown(self) -> float | None:
+        """The step under its plan over the one without a budget (None: there is no such prediction)."""
+        if self.planned_s is None or self.unmanaged_s <= 0:
+            return None
+        return self.planned_s / self.unmanaged_s
+
+    def plus(self, other: Expected) -> Expected:
+        """Return the times of both together."""
+        known = [one.planned_s for one in (self, other) if one.planned_s is not None]
+        return Expected(
+            unmanaged_s=self.unmanaged_s + other.unmanaged_s,
+            planned_s=sum(known) if len(known) == 2 else None,
+            before_training_s=self.before_training_s + other.before_training_s,
+        )
+
+    @property
+    def training(self) -> Expected:
+        """The same times of the rest of the step alone."""
+        return Expected(
+            unmanaged_s=self.unmanaged_s - self.before_training_s,
+            planned_s=None if self.planned_s is None else self.planned_s - self.before_training_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +77,7 @@ class StepRecord:
     @property
     def predicted_slowdown(self) -> float | None:
         """The step that the plan predicts over the one without a budget (None: there is no prediction)."""
-        if self.expected is None or self.expected.planned_s is None or self.expected.unmanaged_s <= 0:
-            return None
-        return self.expected.planned_s / self.expected.unmanaged_s
+        return None if self.expected is None else self.expected.slowdown
 
     def figures(self) -> dict[str, float]:
         """Return what a logger draws over the steps, by name; a figure that is not known is left out."""

@@ -7,7 +7,6 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 
 import lowtide
 from lowtide import capture_script
-from lowtide.core.step_record import Expected
-from lowtide.core.trace import Kind
+from lowtide.core.step_record import Expected, StepRecord
+from lowtide.core.trace import Kind, Phase
 from lowtide.errors import BadArgument
 from lowtide.execute.tide import script
 from lowtide.execute.tide.script import run_script
@@ -333,52 +332,51 @@ def test_the_last_steps_peak_is_a_steps_and_not_of_what_follows_it(write: Write,
     assert int(str(stats["last_step_peak_bytes"])) >= int(str(stats["static_bytes"])) + 2 * 1024 * 256 * 4
 
 
-def test_evaluation_between_steps_is_in_no_steps_time(write: Write, spill: Path, monkeypatch: Any) -> None:
+def test_evaluation_between_steps_is_in_no_steps_time_and_in_no_prediction_for_it(
+    write: Write, spill: Path, monkeypatch: Any
+) -> None:
     """Sixty forward passes take many times as long as the one forward and backward pass of a step."""
-    spans: list[tuple[float, float]] = []
+    times_s: list[float] = []
+    records: list[StepRecord] = []
     add = script.Iterations.add
 
-    def seen(self: script.Iterations, optimizer: object, *, begun_s: float, ended_s: float) -> None:
-        spans.append((begun_s, ended_s))
-        add(self, optimizer, begun_s=begun_s, ended_s=ended_s)
+    def added(self: script.Iterations, *, begins: bool, took_s: float, expected: Expected | None) -> None:
+        times_s.append(took_s)
+        add(self, begins=begins, took_s=took_s, expected=expected)
 
-    monkeypatch.setattr(script.Iterations, "add", seen)
-    stats = run_script(write(EVALUATE), ["4"], budget=64 << 20, spill=spill)
-    between_s = [begun_s - ended_s for (_, ended_s), (begun_s, _) in pairwise(spans)]
-    steps_s = [ended_s - begun_s for begun_s, ended_s in spans]
-    assert stats["step_s"] == pytest.approx(statistics.median(steps_s))
-    assert sum(between_s) > 4 * sum(steps_s[1:]), "evaluation lies between the steps"
+    monkeypatch.setattr(script.Iterations, "add", added)
+    stats = run_script(write(EVALUATE), ["9"], budget=4 << 20, spill=spill, on_step=records.append)
+    assert stats["step_s"] == pytest.approx(statistics.median(times_s))
+    assert sum(record.step_s for record in records[1:]) > 4 * sum(times_s[1:]), "evaluation lies between the steps"
+    planned = [
+        (took_s, record.expected)
+        for took_s, record in zip(times_s, records, strict=True)
+        if record.expected is not None
+    ]
+    _, last = planned[-1]
+    assert last.unmanaged_s > 4 * last.training.unmanaged_s > 0, "nor is it in what a step is compared with"
+    assert stats["predicted_unmanaged_step_s"] == last.training.unmanaged_s
+    assert stats["predicted_slowdown"] == last.training.slowdown
+    slowdowns = [took_s / expected.training.unmanaged_s for took_s, expected in planned]
+    assert stats["slowdown"] == pytest.approx(statistics.median(slowdowns))
 
 
-def test_an_iteration_ends_before_an_optimizer_steps_again() -> None:
-    judge, maker = object(), object()
+def test_an_iteration_has_the_time_and_the_prediction_of_all_of_its_steps() -> None:
+    """Until the end of an iteration is known, each optimizer's step is a step of the tide."""
     iterations = script.Iterations()
-    for at, optimizer in enumerate((judge, judge, maker, judge, maker)):
-        iterations.add(optimizer, begun_s=2.0 * at, ended_s=2.0 * at + 1.0)
-    stats = iterations.stats()
-    assert (stats["steps"], stats["optimizer_steps"]) == (3, 5), "judge | judge, maker | judge, maker"
-    assert (stats["step_s"], stats["last_step_s"]) == (2.0, 2.0)
-
-
-def test_an_iteration_is_compared_with_the_prediction_for_all_of_its_optimizers() -> None:
-    """The steps of two optimizers are two steps of the tide; the second lasts only as long as its update."""
-    first, second = object(), object()
-    iterations = script.Iterations()
-    for begun_s, optimizer, expected in [
-        (0.0, first, None),
-        (9.0, second, Expected(unmanaged_s=0.1)),  # an iteration that was predicted in part has no slowdown
-        (10.0, first, Expected(unmanaged_s=0.6, planned_s=0.9)),
-        (20.0, second, Expected(unmanaged_s=0.2, planned_s=0.3)),
-        (30.0, first, Expected(unmanaged_s=0.6, planned_s=0.9)),
-        (40.0, second, Expected(unmanaged_s=0.2, planned_s=0.3)),
+    for begins, expected in [
+        (True, None),
+        (False, Expected(unmanaged_s=0.1)),  # an iteration that was predicted in part has no slowdown
+        (True, Expected(unmanaged_s=0.6, planned_s=0.9)),
+        (False, Expected(unmanaged_s=2.2, planned_s=2.3, before_training_s=2.0)),
+        (True, Expected(unmanaged_s=0.3, planned_s=0.45, before_training_s=0.05)),
     ]:
-        iterations.add(optimizer, begun_s=begun_s, ended_s=begun_s + 0.5)
-        iterations.expect(expected)
+        iterations.add(begins=begins, took_s=0.5, expected=expected)
     stats = iterations.stats()
-    assert stats["steps"] == 3
-    assert stats["predicted_unmanaged_step_s"] == pytest.approx(0.8)
-    assert stats["predicted_slowdown"] == pytest.approx(1.5)
-    assert stats["slowdown"] == pytest.approx(1.0 / 0.8)
+    assert (stats["steps"], stats["step_s"], stats["last_step_s"]) == (3, 1.0, 0.5)
+    assert stats["predicted_unmanaged_step_s"] == pytest.approx(0.25)
+    assert stats["predicted_slowdown"] == pytest.approx(0.4 / 0.25)
+    assert stats["slowdown"] == pytest.approx((1.0 / 0.8 + 0.5 / 0.25) / 2)
 
 
 TWO_OPTIMIZERS = """
@@ -397,11 +395,23 @@ for _ in range(8):
 
 
 def test_a_script_with_two_optimizers_is_compared_with_its_whole_step(write: Write, spill: Path) -> None:
-    stats = run_script(write(TWO_OPTIMIZERS), [], budget=12 << 20, spill=spill)
+    records: list[StepRecord] = []
+    stats = run_script(write(TWO_OPTIMIZERS), [], budget=12 << 20, spill=spill, on_step=records.append)
     assert (stats["steps"], stats["optimizer_steps"]) == (8, 16)
+    assert len(records) == 2 * 2 + 6, "twice each optimizer's step is a step; from then on all of them are one"
+    assert stats["last_step_peak_bytes"] == records[-1].peak_bytes > 8 * 2048 * 256 * 4 // 2
     unmanaged_s, step_s = float(str(stats["predicted_unmanaged_step_s"])), float(str(stats["step_s"]))
     # The second optimizer's step alone takes a hundredth of the iteration.
     assert step_s / 10 < unmanaged_s < step_s * 2
+
+
+def test_a_captured_script_with_two_optimizers_shows_its_whole_step(write: Write) -> None:
+    trace = capture_script(write(TWO_OPTIMIZERS), [])
+    products = [op for op in trace.ops if op.name in ("aten::addmm", "aten::mm")]
+    assert len(products) == 8 + 8 + 7, "forward and backward of every layer; the first has no gradient of its input"
+    assert all(op.flops == 2 * 2048 * 256 * 256 for op in products)
+    last = max(index for index, op in enumerate(trace.ops) if op in products)
+    assert len({op.start_s for op in trace.ops[last:] if op.phase is Phase.UPDATE}) >= 16, "both optimizers' updates"
 
 
 def test_a_captured_script_shows_the_steady_step_with_its_layers_by_name(write: Write) -> None:

@@ -251,7 +251,7 @@ class CpuTide(Tide):
         """Learn from the step that has ended, and plan the next; `resized`: it was a known one in another size."""
         signature = None if followed is None else self._signature_of[followed]
         if self._recorder.recording:
-            recorded = self._recorder.stop()
+            recorded = self._recorder.stop(trains_from_s=self.first_save_s)
             if recorded is not None and not recorded.trace.ops:
                 self._learning.nothing_seen()
                 return
@@ -312,6 +312,7 @@ class CpuTide(Tide):
         self._expected[number] = Expected(
             unmanaged_s=planned.problem.trace.duration_s,
             planned_s=None if prediction is None else prediction.step_s,
+            before_training_s=planned.recorded.before_training_s,
         )
         if isinstance(self._policy, Observes):
             self._taught.keep(signature, planned)

@@ -225,7 +225,7 @@ class DeviceTide(Tide):
             return
         times_recorded = self._recorded.get(signature, 0)
         if self._recorder.recording:
-            recorded = self._recorder.stop()
+            recorded = self._recorder.stop(trains_from_s=self.first_save_s)
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None:
@@ -250,6 +250,7 @@ class DeviceTide(Tide):
         self._expected[signature] = Expected(
             unmanaged_s=planned.problem.trace.duration_s,
             planned_s=None if plan.prediction is None else plan.prediction.step_s,
+            before_training_s=recorded.before_training_s,
         )
         requests = Requests(plan, recorded, planned_bytes(planned.problem, plan.swaps, plan.recomputes))
         self._plan = requests.as_plan(plan)

@@ -109,7 +109,9 @@ class Fleet(Tide):
             moved_in_bytes=sum(part.moved_in_bytes for part in parts),
             planned=all(part.planned for part in parts),
             expected=Expected(
-                unmanaged_s=max(each.unmanaged_s for each in expected), planned_s=max(planned, default=None)
+                unmanaged_s=max(each.unmanaged_s for each in expected),
+                planned_s=max(planned, default=None),
+                before_training_s=min(each.before_training_s for each in expected),
             )
             if whole
             else None,

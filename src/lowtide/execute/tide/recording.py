@@ -92,7 +92,7 @@ class _Enough(BaseException):
 
 
 class _Steps:
-    """The optimizer steps of a script: takes the trace of a typical one of `steps`, counts operations in the next."""
+    """The iterations of a script: takes the trace of a typical one of `steps`, counts operations in the next."""
 
     def __init__(self, tide: Tide, steps: int) -> None:
         self._tide = tide
@@ -103,10 +103,10 @@ class _Steps:
         self.unrecorded: BadArgument | None = None
         self.counter = CountFlops()
 
-    def after_step(self) -> None:
-        """Take note of an optimizer step; raise `_Enough` once there is nothing more to learn."""
-        self.done += 1
-        if self.done > self._steps:
+    def after_step(self, begins: bool) -> None:
+        """Take note of a step; raise `_Enough` once there is nothing more to learn. `begins`: an iteration, too."""
+        self.done += begins
+        if self.trace is not None:
             raise _Enough
         if self.done >= min(self._steps, _SETTLED_STEP):
             try:
@@ -132,7 +132,7 @@ def typical(traces: Sequence[Trace]) -> Trace:
 
 
 def capture_script(path: Path, argv: list[str], *, steps: int = 3) -> Trace:
-    """Return the trace of an unmodified script's training step; it is stopped after `steps` optimizer steps.
+    """Return the trace of an unmodified script's training step; it is stopped after `steps` iterations.
 
     The first of them has the start of the program in it, the second still makes what later ones find; of those from the
     third on, the one of median duration is kept. One more step, if the script has one, counts floating-point

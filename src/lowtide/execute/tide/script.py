@@ -23,6 +23,7 @@ from lowtide.execute.tide.creation import reading_in_place
 from lowtide.execute.tide.fit import open_tide
 from lowtide.execute.tide.serving import serving
 from lowtide.execute.tide.tide import Tide
+from lowtide.execute.tide.turns import Turns
 from lowtide.memory.budget import BudgetLike
 from lowtide.plan.policy import Policy
 from lowtide.tiers.open import Spill
@@ -33,54 +34,35 @@ Program = Path | str
 
 
 class Iterations:
-    """Counts and times a program's iterations.
+    """Counts and times a program's iterations: one step of each of its optimizers.
 
-    An iteration ends with the last optimizer step before some optimizer steps a second time: the two steps of a GAN are
-    one iteration. It begins where autograd first saves something, so what a program does between steps without
-    gradients (loading data, evaluating, saving) is not in its time.
-
-    The tide takes each optimizer's step for a step and predicts each of them; an iteration's prediction is their sum.
+    An iteration begins where autograd first saves something, so what a program does between steps without gradients
+    (loading data, evaluating, saving) is not in its time. It is one step of the tide, or, until `Turns` knows its
+    end, one for each optimizer; its prediction is the sum of theirs.
     """
 
     def __init__(self) -> None:
         self.optimizer_steps = 0
         self._done: list[_Iteration] = []
-        self._now_s = 0.0
-        self._stepped: set[int] = set()
-        self._parts: list[Expected | None] = []
 
-    def add(self, optimizer: object, *, begun_s: float, ended_s: float) -> None:
-        """Take note of an optimizer's step, for which the program worked from `begun_s` to `ended_s`."""
-        if id(optimizer) in self._stepped:
-            self._done.append(self._now())
-            self._now_s = 0.0
-            self._stepped.clear()
-            self._parts.clear()
-        self._stepped.add(id(optimizer))
-        self._now_s += ended_s - begun_s
-        self.optimizer_steps += 1
-
-    def expect(self, expected: Expected | None) -> None:
-        """Take note of the times predicted for the optimizer step that was added last."""
-        self._parts.append(expected)
-
-    def _now(self) -> _Iteration:
-        return _Iteration(self._now_s, _sum(self._parts))
+    def add(self, *, begins: bool, took_s: float, expected: Expected | None) -> None:
+        """Take note of a step of the tide and of its training's time; `begins`: an iteration began in it."""
+        part = _Iteration(took_s, None if expected is None else expected.training)
+        self._done.append(part if begins or not self._done else self._done.pop().with_(part))
 
     def stats(self) -> dict[str, object]:
         """Return the counts, times and predictions for `Tide.stats`."""
-        done = [*self._done, self._now()] if self._stepped else []
-        times_s = [one.took_s for one in done]
-        predicted = [(one.took_s, one.expected) for one in done if one.expected is not None]
-        slowdowns = [took_s / expected.unmanaged_s for took_s, expected in predicted]
-        last = predicted[-1][1] if predicted else None
+        times_s = [one.took_s for one in self._done]
+        predicted = [(one.took_s, one.expected) for one in self._done if one.expected is not None]
+        slowdowns = [took_s / expected.unmanaged_s for took_s, expected in predicted if expected.unmanaged_s > 0]
+        last = predicted[-1][1] if slowdowns else None
         return {
             "steps": len(times_s),
             "optimizer_steps": self.optimizer_steps,
             "step_s": statistics.median(times_s) if times_s else 0.0,
             "last_step_s": times_s[-1] if times_s else 0.0,
             "predicted_unmanaged_step_s": None if last is None else last.unmanaged_s,
-            "predicted_slowdown": None if last is None or not last.planned_s else last.planned_s / last.unmanaged_s,
+            "predicted_slowdown": None if last is None else last.slowdown,
             "slowdown": statistics.median(slowdowns) if slowdowns else None,
         }
 
@@ -90,17 +72,10 @@ class _Iteration:
     took_s: float
     expected: Expected | None
 
-
-def _sum(parts: Sequence[Expected | None]) -> Expected | None:
-    """Return the times of all parts together (None: one of them was not predicted)."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or not any(part.unmanaged_s > 0 for part in known):
-        return None
-    planned_s = [part.planned_s for part in known if part.planned_s is not None]
-    return Expected(
-        unmanaged_s=sum(part.unmanaged_s for part in known),
-        planned_s=sum(planned_s) if len(planned_s) == len(known) else None,
-    )
+    def with_(self, part: _Iteration) -> _Iteration:
+        """Return the iteration with one more part; a part that is not predicted leaves the whole without prediction."""
+        both = None if self.expected is None or part.expected is None else self.expected.plus(part.expected)
+        return _Iteration(self.took_s + part.took_s, both)
 
 
 class Run:
@@ -213,40 +188,50 @@ def run_script(
 @contextmanager
 def stepping(
     tide: Tide,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[bool], None] | None = None,
     *,
     iterations: Iterations | None = None,
     on_forked_step: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Manage what this thread does, in steps that end where an optimizer's step does; call `on_step` after each."""
+    """Manage what this thread does, in steps that end where an optimizer's step does; call `on_step` after each.
+
+    Of several optimizers that take turns, with the last one's: see `Turns`.
+    """
     pid = os.getpid()
+    turns = Turns()
+    begins = False
     known: set[int] = set()
     forked: list[int] = []
     begun_s = time.perf_counter()
 
     def after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        nonlocal begun_s
+        nonlocal begun_s, begins
         if os.getpid() != pid:  # a fork: neither the budget nor the hooks are its own
             if on_forked_step is not None and os.getpid() not in forked:
                 forked.append(os.getpid())
                 on_forked_step()
             return
-        if iterations is not None:
-            saved_s = tide.first_save_s
-            iterations.add(optimizer, begun_s=begun_s if saved_s is None else saved_s, ended_s=time.perf_counter())
         if id(optimizer) not in known:
             known.add(id(optimizer))
             tide.know(optimizer)
             tide.know_models(models_of(optimizer))
+        turn = turns.take(optimizer)
+        begins |= turn.begins
+        if iterations is not None:
+            iterations.optimizer_steps += 1
+        if not turn.ends:
+            return
+        saved_s = tide.first_save_s
+        took_s = time.perf_counter() - (begun_s if saved_s is None else saved_s)
         tide.end_step()
         if iterations is not None:
-            iterations.expect(tide.records[-1].expected)
+            iterations.add(begins=begins, took_s=took_s, expected=tide.records[-1].expected)
         try:
             tide.tell_step()
             if on_step is not None:
-                on_step()
+                on_step(begins)
         finally:  # the program may go on after what a listener raised, and its next step is one, too
-            begun_s = time.perf_counter()
+            begun_s, begins = time.perf_counter(), False
             tide.begin_step()
 
     handle = register_optimizer_step_post_hook(after_step)
