@@ -429,3 +429,22 @@ def test_a_model_that_the_script_gives_up_is_not_kept(write: Write, spill: Path,
         "    gc.collect()\n    assert seen() is None\n"
     )
     run_script(path, ["2"], budget=64 << 20, spill=spill)
+
+
+NARROW = """
+    import sys
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(512, 24), torch.nn.ReLU(), torch.nn.Linear(24, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(int(sys.argv[1])):
+        model(torch.randn(1024, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_blocks_too_small_to_move_are_not_called_another_allocators(write: Write, spill: Path) -> None:
+    stats = run_script(write(NARROW), ["2"], budget=7 << 20, spill=spill)
+    assert stats["swapped_out_bytes"] != 0, "nothing was looked at"
+    assert stats["unmanaged"] == {}, "a weight of 48 KiB is no range, and counts in the budget"

@@ -206,9 +206,11 @@ Range* range_of(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage() || impl->device_type() != c10::DeviceType::CPU) return nullptr;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  // What was taken over from another allocator is a little smaller than its block; our own blocks of that size are no ranges.
   if (!storage || storage->nbytes() < static_cast<size_t>(kLarge / 2) || !storage->data()) return nullptr;
   Range* range = ranges().of_data(storage->data());
-  if (!range && strangers.size() < 4096) strangers.insert(storage->data());
+  bool large = storage->nbytes() >= static_cast<size_t>(kLarge);
+  if (!range && large && strangers.size() < 4096) strangers.insert(storage->data());
   return range;
 }
 
