@@ -76,6 +76,7 @@ bool serve(void* address, bool write) {
   }
   all.touch(range, write);
   if (write) all.note_write(range);
+  all.read_on();
   return true;
 }
 

@@ -22,6 +22,7 @@ _CORE_HEADERS = (
     "pages.h",
     "range.h",
     "ranges.h",
+    "read_ahead.h",
     "remakes.h",
     "runs.h",
     "schedule.h",
@@ -36,7 +37,7 @@ CORE = Library(
     title=_TITLE,
     build_s=_BUILD_S,
     directory=_HERE,
-    sources=("budget.cpp", "faults.cpp", "ranges.cpp", "remakes.cpp", "schedule.cpp", "tide.cpp"),
+    sources=("budget.cpp", "faults.cpp", "ranges.cpp", "read_ahead.cpp", "remakes.cpp", "schedule.cpp", "tide.cpp"),
     headers=_CORE_HEADERS,
 )
 

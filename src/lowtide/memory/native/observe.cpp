@@ -534,6 +534,7 @@ void announce(const at::RecordFunction& fn, const Facts& facts, Use& use) {
     if (waited_ns && !remaking && schedule().in_step())
       schedule().on_wait(operand.range, waited_ns, operand.demanded);
   }
+  all.read_on();
 }
 
 // ---- calls that are checked ----

@@ -37,6 +37,7 @@ struct Range {
   bool dirty = true;        // changed since its slot was written, or never written
   bool writable = true;     // mapped for writing; a range that came back is not until somebody writes (tracked)
   bool tracked = true;      // worth knowing whether it changes: no plan says that it will not leave again
+  bool unused = false;      // since it came back
   bool huge = true;         // its pages are huge wherever a whole one fits; see Note [Huge pages]
   bool foreign = false;     // another allocator's memory, taken over: its addresses are not ours to give up
   bool leave_asked = false; // the plan wants it away, to `leave_tier`, as soon as nobody uses it

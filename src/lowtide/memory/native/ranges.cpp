@@ -23,6 +23,7 @@ constexpr int64_t kMostThrashing = 64;
 // Two for the disk while one copies; the others because operators keep all cores busy, and whoever is to go on waits for one.
 constexpr int kThreadsOfSources = 6;
 constexpr int64_t kSampledPages = 16;
+constexpr int64_t kSpareShare = 16;  // of the budget: what operators allocate beside what is read ahead
 
 thread_local BlobBuffer blobs;
 thread_local BlobBuffer decoded_again;  // see Note [Rounded]
@@ -83,6 +84,7 @@ void Ranges::forget(Range* range) {
     range->transfer = nullptr;
     range->slot = Slot{};
   }
+  ahead_.forget(range);
   give_slot(range->slot, range->bytes, range->slot_forks);
   by_age_.erase(range->by_age);
   by_start_.erase(range->start);
@@ -167,6 +169,10 @@ void Ranges::touch(Range* range, bool writes) {
   range->last_touch = ++clock;
   if (remakes().discards_victims) range->touched_ns = now_ns();
   by_age_.splice(by_age_.end(), by_age_, range->by_age);
+  if (range->unused) {
+    range->unused = false;
+    if (reads_ahead()) ahead_.note_use(range);
+  }
   if (!writes) return;
   if (range->place != Place::kSlow) range->dirty = true;
   if (is_reachable(range) && !range->writable) make_writable(range);
@@ -428,6 +434,29 @@ bool Ranges::prefetch(Range* range) {
   char* room = pages().take(range->bytes, range->start);
   if (!room) return false;
   begin_read(range, room, false);
+  return true;
+}
+
+bool Ranges::reads_ahead() const {
+  return running() && !ending_ && !in_forked_child() && !schedule().leads() && slow_tier() < 0 && counters.budget.load();
+}
+
+bool Ranges::read_ahead(Range* range) {
+  bool readable = range->place == Place::kAway && range->slot.offset >= 0 && !is_discarded(range) && !range->update;
+  if (!readable || range->lost || range->vacant || !reads_ahead()) return false;
+  int64_t budget = counters.budget.load(), room = pages().kept() + std::max<int64_t>(0, budget - counters.reserved.load());
+  int64_t missing = range->bytes + budget / kSpareShare - room;
+  std::vector<Range*> spare;
+  for (auto each = by_age_.begin(); missing > 0 && each != by_age_.end() && order != Order::kNothing; ++each) {
+    if (!may_leave(*each) || !is_clean(*each) || ahead_.expects(*each)) continue;
+    if (!tiers[(*each)->slot.tier].holds()) continue;  // it would have to be written
+    spare.push_back(*each);
+    missing -= (*each)->bytes;
+  }
+  if (missing > 0) return false;
+  for (Range* each : spare) leave(each, each->slot.tier);
+  if (!prefetch(range)) return false;
+  by_age_.splice(by_age_.end(), by_age_, range->by_age);
   return true;
 }
 
@@ -698,6 +727,7 @@ void Ranges::bury_children() {
 bool Ranges::leave(Range* range, int32_t tier, bool placed, int32_t coder) {
   if (!is_loose(range) || ending_ || !running()) return false;
   if (tier < inherited_ || tier >= static_cast<int32_t>(tiers.size())) return false;
+  ahead_.enlist(range, false);
   // What a server that is gone held too is here only, and has to be written again.
   bool clean = is_clean(range) && (!placed || range->slot.tier == tier) && tiers[range->slot.tier].holds();
   if (coder && !clean && !coders[coder].exact && (!range->floats || range->mixed || range->foreign)) {
@@ -797,6 +827,7 @@ bool Ranges::refer(Range* range, Slot slot) {
   range->slot_forks = forks_;
   range->copy = ++copies_;
   range->dirty = range->summed = false;
+  ahead_.enlist(range, true);
   note_write(range);
   return true;
 }
@@ -901,6 +932,12 @@ int64_t Ranges::make_room(int64_t need, bool at_fault) {
   while (coming < need) {
     Range* range = victim(need - coming, at_fault);
     if (!range) break;
+    if (!is_clean(range)) {  // nothing is written for what nobody has asked for
+      if (Range* ahead = ahead_.last())
+        range = ahead;
+      else if (ahead_.any_coming())
+        break;  // it leaves when it has come
+    }
     int64_t bytes = range->bytes;
     if (at_fault) thrashing_ = clock - range->last_touch < kGrace ? thrashing_ + 1 : 0;
     if (give_up(range, at_fault))
@@ -1279,6 +1316,7 @@ void Ranges::finish_read(Transfer* transfer) {
     give_slot(range->slot, range->bytes, range->slot_forks);
   }
   settle(range, transfer->data, transfer->huge);
+  range->unused = true;
   if (logging.load(std::memory_order_relaxed)) log_event(Event::kCameBack, range->serial, range->bytes);
 }
 
@@ -1353,6 +1391,7 @@ int Ranges::stop_waiting(bool bring_back) {
     if (range->place == Place::kHere && pages().is_of_file(range->start)) take_off_file(range);
   }
   pages().use_file(-1);
+  ahead_.forget_all();
   tiers.clear();
   coders.resize(1);
   buried_.clear();
@@ -1416,6 +1455,7 @@ void Ranges::abandon_in_child() {
   remakes().abandon_in_child();
   updates().abandon_in_child();
   pages().use_file(-1);  // it is the parent's
+  ahead_.forget_all();
   for (const Child& child : children_) close(child.pipe);
   children_.clear();
   buried_.clear();

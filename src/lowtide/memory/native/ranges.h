@@ -38,6 +38,7 @@
 #include "meter.h"
 #include "mover.h"
 #include "pages.h"
+#include "read_ahead.h"
 #include "tier.h"
 
 #include <array>
@@ -177,6 +178,16 @@ class Ranges {
   void end_excerpt(const Excerpt& excerpt);
   // Start to bring back what is away, if there is room now without giving anything up.
   bool prefetch(Range* range);
+  // Likewise, in the room of clean ranges that were used long ago if there is no other; see Note [Reading ahead].
+  bool read_ahead(Range* range);
+  // Read ahead of what has just been used.
+  void read_on() {
+    ahead_.go_on();
+  }
+  // The next to be given up, where the least recently used is.
+  void make_oldest(Range* range) {
+    by_age_.splice(by_age_.begin(), by_age_, range->by_age);
+  }
   bool make_writable(Range* range);
   // Have slow memory's pages at the addresses of a range that is away there: from `window`, or as they are in its slot.
   bool settle_slow(Range* range, char* window);
@@ -338,6 +349,8 @@ class Ranges {
   bool own_slot(Range* range);
   // Copy a range from slow memory into pages, on this thread. An errno: it is where it was.
   int move_here(Range* range, char* room);
+  // Whether nobody says what is used next, and what is away may be read before it is.
+  bool reads_ahead() const;
   static bool pays_fast(const Range* range) {
     return range->place != Place::kAway && range->place != Place::kSlow;
   }
@@ -366,6 +379,7 @@ class Ranges {
   // A mover's life; `urgent`: it moves nothing but what somebody waits for.
   void work(bool urgent = false);
 
+  ReadAhead ahead_;
   std::map<const char*, Range*> by_start_;
   std::unordered_map<const void*, Range*> by_data_;
   std::unordered_map<int64_t, Range*> by_serial_;

@@ -55,6 +55,10 @@ class Schedule {
   // The step has ended. Returns the plan that it followed to its end, or -1.
   int64_t end_step();
   void abandon_step();
+  // Whether a plan says what comes back when.
+  bool leads() const {
+    return in_step_ && plan_;
+  }
   bool in_step() const {
     return in_step_ && std::this_thread::get_id() == thread_;
   }

@@ -132,6 +132,7 @@ int64_t lt_lend_storage(c10::StorageImpl* storage) {
   if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
   if (ranges().bring_waiting(range, guard, true)) {
     ranges().touch(range, true);
+    ranges().read_on();
     ranges().note_write(range);
     ++range->lent;
     return serial;
@@ -156,6 +157,7 @@ int64_t lt_lend_storage_to_read(c10::StorageImpl* storage) {
   if (Ranges::is_discarded(range)) remakes().have_waiting({serial}, guard, true);
   if (ranges().bring_waiting(range, guard, true)) {
     ranges().touch(range, false);
+    ranges().read_on();
     return serial;
   }
   if (range->serial == serial) ranges().unpin(range);
