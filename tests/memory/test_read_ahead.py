@@ -242,14 +242,18 @@ def test_a_planned_step_reads_what_its_plan_says(opened: Opened) -> None:
     assert here(engine, made) == [0, 1, 2, 3]
 
 
-def test_reading_in_vain_ends(opened: Opened) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_reading_in_vain_ends(opened: Opened, leaves: bool) -> None:
     engine = opened(budget=16 * MIB)
     made = away(engine, 160)
+
     # Of every twenty two are used, as of experts that are chosen anew for each word.
     def use_some() -> None:
         for begin in range(0, 160, 20):
             as_operand(made[begin])
             as_operand(made[begin + 1])
+            if leaves:  # what came ahead as well; else it stays until its stream is forgotten
+                engine.native.settle()
             engine.native.leave_all()
             engine.native.settle()
 

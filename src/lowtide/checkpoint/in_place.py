@@ -186,8 +186,11 @@ def _give_all(model: torch.nn.Module, stored: Mapping[str, tuple[InPlaceFile, st
             )
         file.dtype(key)  # raises for one that is not known, before anything changes
     done: set[int] = set()
-    for name, (file, key) in stored.items():
-        value = wanted[name]
+    # In the model's order, which is as a rule the order of their use: see Note [Reading ahead] in read_ahead.h.
+    for name, value in wanted.items():
+        if name not in stored:
+            continue
+        file, key = stored[name]
         if id(value) in done:
             continue  # a weight with two names
         done.add(id(value))
