@@ -144,6 +144,20 @@ def test_nothing_is_written_to_read_ahead(opened: Opened) -> None:
     assert engine.counted.written == 4 * MIB
 
 
+def test_what_came_ahead_stays_for_its_use_and_not_for_what_follows_it(opened: Opened) -> None:
+    engine = opened(budget=10 * MIB)
+    changed = [filled(MIB, 100 + seed) for seed in range(5)]
+    made = away(engine, 8)
+    as_operand(made[0])
+    as_operand(made[1])
+    assert here(engine, made) == [0, 1, 2, 3]
+    for each in made[:2]:
+        poke(each, peek(each))  # no longer clean
+    as_operand(made[2])
+    assert here(engine, made) == [0, 1, 2, 3], "the next but one has taken the next one's room"
+    assert here(engine, changed) == list(range(5))
+
+
 def test_what_came_ahead_leaves_before_what_has_to_be_written(opened: Opened) -> None:
     engine = opened(budget=10 * MIB)
     changed = [filled(MIB, 100 + seed) for seed in range(5)]
