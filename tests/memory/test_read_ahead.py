@@ -218,8 +218,8 @@ def test_an_operator_that_needs_what_came_ahead_and_all_the_rest_has_it(opened: 
     assert here(engine, made) == [0, 1, 2, 3]
     for each in made[:2]:
         poke(each, peek(each))  # these have to be written, too
-    joined = torch.cat([made[2], made[3], other])
-    expected = [pattern(MIB, 2), pattern(MIB, 3), pattern(2 * MIB, 0)]
+    joined = torch.cat([other, made[2], made[3]])
+    expected = [pattern(2 * MIB, 0), pattern(MIB, 2), pattern(MIB, 3)]
     assert torch.equal(joined, torch.cat(expected))
     assert engine.counted.beyond == 0
     assert all(torch.equal(each, pattern(MIB, 100 + seed)) for seed, each in enumerate(changed))
