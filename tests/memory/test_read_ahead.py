@@ -272,6 +272,7 @@ def test_reading_in_vain_ends(opened: Opened, leaves: bool) -> None:
             engine.native.settle()
 
     use_some()
+    assert engine.counted.read > 16 * MIB, "nothing was read ahead in the first place"
     use_some()
     read = engine.counted.read
     use_some()

@@ -21,6 +21,7 @@ void ReadAhead::forget(Range* range) {
 void ReadAhead::forget_all() {
   line_.clear();
   streams_.clear();
+  credit_ = kMostCredit / 2;
 }
 
 void ReadAhead::note_use(Range* range) {
