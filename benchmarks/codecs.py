@@ -25,7 +25,7 @@ from rich.table import Table
 import lowtide
 from benchmarks.jobs import ROOT
 from benchmarks.models import MODELS, Benchmark, Sizes
-from lowtide.tiers import FileMedium, Throttle
+from benchmarks.slow_disk import SlowDisk
 
 WAYS: dict[str, dict[str, Any]] = {
     "swaps": {"recompute": False, "codecs": []},
@@ -54,12 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
         table.add_row(row["model"], *(f"{row['step_s'][way]:.2f} s" for way in WAYS), f"{gain:.2f}x")
     Console().print(table)
     return 0
-
-
-class _SlowDisk(Throttle):
-    """A disk that is not known again by its directory: what was measured of that one is another's rate."""
-
-    directories: tuple[Path, ...] = ()
 
 
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +92,7 @@ def _trained(
 ) -> tuple[list[float], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         model, optimizer, batch = _made(benchmark)
-        disk = _SlowDisk(FileMedium([Path(directory)]), write_bytes_per_s=options.disk, read_bytes_per_s=options.disk)
+        disk = SlowDisk(Path(directory), bytes_per_s=options.disk)
         with lowtide.fit(model, optimizer, budget=budget, spill=disk, **settings) as tide:
             losses = [_step(benchmark, model, optimizer, batch, tide) for _ in range(options.steps)]
             stats: dict[str, Any] = tide.stats()

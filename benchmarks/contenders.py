@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from benchmarks.jobs import Job
 from benchmarks.models import Benchmark, set_checkpointing
 
-LOWTIDE = ("lowtide", "before")
+LOWTIDE = ("lowtide", "swaps", "before")
 _UNREACHED_BYTES = 1 << 40
 _NAIVE_LEAST_BYTES = 1 << 20
 
@@ -67,7 +67,7 @@ def open_session(job: Job, module: nn.Module, optimizer: Optimizer) -> Iterator[
             case "naive":
                 naive = stack.enter_context(NaiveSpill(Path(job.spill), module))
                 session = Session(step=naive.step, moved_bytes=lambda: (naive.written_bytes, naive.read_bytes))
-            case "lowtide" | "before":
+            case "lowtide" | "swaps" | "before":
                 session = _lowtide(job, module, optimizer, stack)
             case other:
                 raise ValueError(f"unknown contender {other!r}")
@@ -80,14 +80,22 @@ def _lowtide(job: Job, module: nn.Module, optimizer: Optimizer, stack: ExitStack
     import lowtide
 
     assert job.budget_bytes is not None, "Lowtide needs a budget"
-    tide = stack.enter_context(lowtide.fit(module, optimizer, budget=job.budget_bytes, spill=job.spill))
+    spill: Any = job.spill
+    if job.disk_bytes_per_s is not None:
+        from benchmarks.slow_disk import SlowDisk
+
+        spill = SlowDisk(Path(job.spill), bytes_per_s=job.disk_bytes_per_s)
+    settings: dict[str, Any] = {} if job.contender == "before" else {"policy": job.policy}
+    if job.contender == "swaps":
+        settings |= {"recompute": False, "codecs": []}
+    tide = stack.enter_context(lowtide.fit(module, optimizer, budget=job.budget_bytes, spill=spill, **settings))
 
     def moved_bytes() -> tuple[int, int]:
         stats: dict[str, Any] = tide.stats()
         return stats["swapped_out_bytes"], stats["swapped_in_bytes"]
 
     def facts() -> dict[str, Any]:
-        return {**_tide_facts(tide), **({} if job.contender == "before" else _least_facts(tide))}
+        return {**_tide_facts(tide), **({} if job.contender == "before" else _plan_facts(tide))}
 
     return Session(step=tide.step, moved_bytes=moved_bytes, facts=facts)
 
@@ -118,11 +126,21 @@ def _tide_facts(tide: Any) -> dict[str, Any]:
     return {**{name: stats[name] for name in kept if name in stats}, "unmanaged": unmanaged}
 
 
-def _least_facts(tide: Any) -> dict[str, Any]:
-    """Return how much any plan has to move in the recorded step, both ways together."""
+def _plan_facts(tide: Any) -> dict[str, Any]:
+    """Return what the plan of the last step does, and how much any plan has to move in the step, both ways together."""
     from lowtide.plan.costs.minimum import least_total_bytes
 
-    return {"least_traffic_bytes": least_total_bytes(tide.trace(), budget_bytes=tide.stats()["budget_bytes"])}
+    stats = tide.stats()
+    least_bytes = least_total_bytes(tide.trace(), budget_bytes=stats["budget_bytes"])
+    counts = {name: stats[name] for name in ("planned_swaps", "planned_recomputes", "recompute_s", "last_step_stall_s")}
+    plan = tide.plan()
+    encoded = 0 if plan is None else sum(swap.codec != "identity" for swap in plan.swaps)
+    return {
+        "least_traffic_bytes": least_bytes,
+        "planned_encoded": encoded,
+        "recorded_s": tide.trace().duration_s,
+        **counts,
+    }
 
 
 def _floor_facts(tide: Any) -> dict[str, Any]:

@@ -21,10 +21,11 @@ _ALLOCATOR_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES")
 class Job:
     """One training in a process of its own.
 
-    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, or before (Lowtide
-    from another checkout: `source` is its src directory). `created_inside`: Lowtide's budget holds while the model is
-    built, too. `count_live`: run under Lowtide's allocator with a budget that is never reached, only to count live
-    bytes; such a run is not timed.
+    `contender`: stock, tcmalloc (stock with that allocator preloaded), checkpoint, naive, lowtide, swaps (Lowtide that
+    neither recomputes nor encodes), or before (Lowtide from another checkout: `source` is its src directory).
+    `created_inside`: Lowtide's budget holds while the model is built, too. `policy`: Lowtide's. `batch`: of the deep
+    models. `disk_bytes_per_s`: the rate of Lowtide's disk, each way (None: as fast as it is). `count_live`: run under
+    Lowtide's allocator with a budget that is never reached, only to count live bytes; such a run is not timed.
     """
 
     model: str
@@ -40,6 +41,9 @@ class Job:
     classes: int = 1000
     scale: int = 1
     source: str = ""
+    policy: str = "auto"
+    batch: int = 4
+    disk_bytes_per_s: float | None = None
 
 
 class Launched(Protocol):

@@ -85,6 +85,25 @@ class Bottleneck(nn.Module):
         return functional.relu_(out)
 
 
+class Block(nn.Module):
+    """A residual block of two convolutions."""
+
+    def __init__(self, before: int, after: int, *, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_convolution(before, after, 3, stride=stride),
+            nn.ReLU(inplace=True),
+            *_convolution(after, after, 3),
+        )
+        same = before == after and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(before, after, 1, stride=stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        out += self.shortcut(x)
+        return functional.relu_(out)
+
+
 def resnet50(*, classes: int) -> nn.Module:
     """ResNet-50: a stem, sixteen bottlenecks, one linear layer."""
     stem = nn.Sequential(*_convolution(3, 64, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1))
@@ -96,6 +115,18 @@ def resnet50(*, classes: int) -> nn.Module:
             before = 4 * width
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
     return Chain(stem, *blocks, head)
+
+
+def resnet110(*, classes: int) -> nn.Module:
+    """The deep ResNet for small images (He et al., 2016): a stem, 54 blocks of two convolutions, one linear layer."""
+    stem = nn.Sequential(*_convolution(3, 16, 3), nn.ReLU(inplace=True))
+    blocks: list[nn.Module] = []
+    before = 16
+    for stage, width in enumerate((16, 32, 64)):
+        for index in range(18):
+            blocks.append(Block(before, width, stride=2 if stage > 0 and index == 0 else 1))
+            before = width
+    return Chain(stem, *blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)))
 
 
 class TransformerBlock(nn.Module):
@@ -172,12 +203,14 @@ class Benchmark:
 class Sizes:
     """Sizes that can be changed from the command line, the defaults being those of the published table.
 
-    `scale` divides the batch for a quick try; its results cannot be compared with those of the whole batch.
+    `scale` divides the batch for a quick try; its results cannot be compared with those of the whole batch. `batch`:
+    another one, of the two deep models.
     """
 
     vocabulary: int = 8192
     classes: int = 1000
     scale: int = 1
+    batch: int = 4
 
 
 def _sgd(module: nn.Module) -> Optimizer:
@@ -192,10 +225,18 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def _vision(title: str, build: Callable[[], nn.Module], sizes: Sizes, *, zero_first: bool = False) -> Benchmark:
-    count, side = max(2, 16 // sizes.scale), 224
+def _vision(
+    title: str,
+    build: Callable[[], nn.Module],
+    sizes: Sizes,
+    *,
+    zero_first: bool = False,
+    batch: int | None = None,
+    side: int = 224,
+) -> Benchmark:
+    count = batch or max(2, 16 // sizes.scale)
 
-    def batch(source: torch.Generator) -> tuple[Tensor, Tensor]:
+    def made(source: torch.Generator) -> tuple[Tensor, Tensor]:
         images = torch.randn(count, 3, side, side, generator=source)
         return images, torch.randint(0, sizes.classes, (count,), generator=source)
 
@@ -203,7 +244,7 @@ def _vision(title: str, build: Callable[[], nn.Module], sizes: Sizes, *, zero_fi
         title=f"{title}, batch {count}, {side}x{side}" + ", zero_grad() first" * zero_first,
         build=build,
         optimizer=_sgd,
-        batch=batch,
+        batch=made,
         loss=functional.cross_entropy,
         zero_first=zero_first,
     )
@@ -214,8 +255,10 @@ def _vgg16_linear(sizes: Sizes, *, zero_first: bool) -> Benchmark:
     return _vision(title, lambda: vgg16(classes=sizes.classes, linear_layers=True), sizes, zero_first=zero_first)
 
 
-def _gpt(sizes: Sizes, *, depth: int = 12, width: int = 512, heads: int = 8, batch: int = 8) -> Benchmark:
-    count, tokens = max(1, batch // sizes.scale), 512
+def _gpt(
+    sizes: Sizes, *, depth: int = 12, width: int = 512, heads: int = 8, batch: int = 8, tokens: int = 512
+) -> Benchmark:
+    count = max(1, batch // sizes.scale)
 
     def made(source: torch.Generator) -> tuple[Tensor, Tensor]:
         ids = torch.randint(0, sizes.vocabulary, (count, tokens + 1), generator=source)
@@ -262,6 +305,11 @@ MODELS: dict[str, Callable[[Sizes], Benchmark]] = {
     "gpt_1b": lambda sizes: _gpt(sizes, depth=20, width=2048, heads=16, batch=2),
     "resnet50": lambda sizes: _vision("ResNet-50", lambda: resnet50(classes=sizes.classes), sizes),
     "bert": _bert,
+    # Deep and narrow, on small inputs: nearly all of their memory is activations.
+    "resnet110": lambda sizes: _vision(
+        "ResNet-110", lambda: resnet110(classes=sizes.classes), sizes, batch=sizes.batch, side=32
+    ),
+    "gpt_deep": lambda sizes: _gpt(sizes, depth=24, width=128, heads=4, batch=sizes.batch, tokens=128),
 }
 
 

@@ -12,6 +12,14 @@ from typing import Any
 from benchmarks.jobs import Answer
 
 RESULTS_VERSION = 1
+_PLAN_FACTS = (
+    "planned_swaps",
+    "planned_encoded",
+    "planned_recomputes",
+    "recompute_s",
+    "last_step_stall_s",
+    "recorded_s",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +34,7 @@ class Entrant:
     share: float | None = None
     budget_bytes: int | None = None
     limit_of: str | None = None
+    policy: str = "auto"
     skipped: str | None = None
     counted: dict[str, Any] = field(default_factory=dict)
     answers: list[Answer | None] = field(default_factory=list)
@@ -37,6 +46,8 @@ def summary(entrant: Entrant, stock: Entrant) -> dict[str, Any]:
     line: dict[str, Any] = {"key": entrant.key, "contender": entrant.contender, "share": entrant.share}
     if entrant.budget_bytes is not None:
         line["budget_bytes"] = entrant.budget_bytes
+    if entrant.policy != "auto":
+        line["policy"] = entrant.policy
     if entrant.skipped is not None:
         return {**line, "skipped": entrant.skipped}
     good = [answer.facts for answer in entrant.answers if answer is not None and answer.failure is None]
@@ -57,6 +68,8 @@ def summary(entrant: Entrant, stock: Entrant) -> dict[str, Any]:
         "moved_bytes_total": sum(f["moved_out_bytes_total"] + f["moved_in_bytes_total"] for f in good),
         "round_step_s": [facts["step_s"] for facts in good],
     }
+    if "planned_swaps" in good[-1]:
+        line["plan"] = {name: good[-1][name] for name in _PLAN_FACTS}
     counted = [facts for facts in (entrant.counted, *good) if "peak_bytes" in facts]
     if counted:
         line["peak_live_bytes"] = max(facts["peak_bytes"] for facts in counted)

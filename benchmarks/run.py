@@ -26,15 +26,27 @@ from benchmarks import kernel_swap
 from benchmarks.floor import smallest_budget
 from benchmarks.jobs import ROOT, Answer, Job, launch
 from benchmarks.results import RESULTS_VERSION, Entrant, environment, summary
+from lowtide.core.units import parse_bytes
 
 MODEL_NAMES = ("vgg16", "gpt", "resnet50", "bert")
 MORE_NAMES = ("vgg16_linear", "vgg16_linear_zero_last")
-CONTENDERS = ("stock", "tcmalloc", "lowtide", "unpressed", "before", "checkpoint", "naive", "kernel_swap")
-# Only if somebody asks: Lowtide as it was, from another checkout.
-_UNASKED = ("before",)
+CONTENDERS = (
+    "stock",
+    "tcmalloc",
+    "lowtide",
+    "swaps",
+    "unpressed",
+    "before",
+    "checkpoint",
+    "as_checkpoint",
+    "naive",
+    "kernel_swap",
+)
+# Only if somebody asks: Lowtide as it was, from another checkout; Lowtide that only swaps, or in checkpoint's memory.
+_UNASKED = ("before", "swaps", "as_checkpoint")
 # Above the peak by more than what a caching allocator keeps beside it.
 _UNPRESSED_FACTOR = 1.5
-_EXACT = ("stock", "tcmalloc", "lowtide", "before", "naive")
+_EXACT = ("stock", "tcmalloc", "lowtide", "swaps", "before", "naive")
 _RIVALS = ("checkpoint", "naive", "kernel_swap")
 
 
@@ -96,6 +108,7 @@ class Comparison:
             vocabulary=options.vocabulary,
             classes=options.classes,
             scale=options.scale,
+            disk_bytes_per_s=options.throttle,
         )
 
     def measure(self) -> dict[str, Any]:
@@ -106,12 +119,7 @@ class Comparison:
         self._enter("stock", contender="stock").counted = measured
         if "tcmalloc" in chosen:
             self._enter("tcmalloc", contender="tcmalloc")
-        for share in self._options.shares:
-            budget_bytes = int(static_bytes + share * (peak_bytes - static_bytes))
-            if "lowtide" in chosen or "kernel_swap" in chosen:
-                self._enter(f"lowtide@{share:g}", contender="lowtide", share=share, budget_bytes=budget_bytes)
-            if "before" in chosen:
-                self._enter(f"before@{share:g}", contender="before", share=share, budget_bytes=budget_bytes)
+        self._enter_shares(static_bytes, peak_bytes)
         if "unpressed" in chosen:
             self._enter("unpressed", contender="lowtide", budget_bytes=int(_UNPRESSED_FACTOR * peak_bytes))
             if "before" in chosen:
@@ -119,11 +127,28 @@ class Comparison:
         for contender in ("checkpoint", "naive"):
             if contender in chosen:
                 self._enter(contender, contender=contender).counted = self._count(contender)
+        if "as_checkpoint" in chosen:
+            budget_bytes = self._count("checkpoint")["peak_bytes"]
+            self._enter("as_checkpoint", contender="lowtide", budget_bytes=budget_bytes)
         if "kernel_swap" in chosen:
             for share in self._options.shares[:1]:  # it is slow, and slower still below that
                 key = f"kernel_swap@{share:g}"
                 self._enter(key, contender="kernel_swap", share=share, limit_of=f"lowtide@{share:g}")
         return measured
+
+    def _enter_shares(self, static_bytes: int, peak_bytes: int) -> None:
+        """Enter what runs at each share of what activations add."""
+        chosen = self._options.contenders
+        for share in self._options.shares:
+            budget_bytes = int(static_bytes + share * (peak_bytes - static_bytes))
+            if "lowtide" in chosen or "kernel_swap" in chosen:
+                self._enter(f"lowtide@{share:g}", contender="lowtide", share=share, budget_bytes=budget_bytes)
+            for policy in self._options.policies:
+                key = f"{policy}@{share:g}"
+                self._enter(key, contender="lowtide", policy=policy, share=share, budget_bytes=budget_bytes)
+            for contender in ("swaps", "before"):
+                if contender in chosen:
+                    self._enter(f"{contender}@{share:g}", contender=contender, share=share, budget_bytes=budget_bytes)
 
     def rounds(self) -> Any:
         """Run round after round; yield every contender's line after each."""
@@ -183,7 +208,13 @@ class Comparison:
         if entrant.limit_of is None:
             source = str(self._options.before or "") if entrant.contender == "before" else ""
             return launch(
-                replace(self._job, contender=entrant.contender, budget_bytes=entrant.budget_bytes, source=source)
+                replace(
+                    self._job,
+                    contender=entrant.contender,
+                    budget_bytes=entrant.budget_bytes,
+                    policy=entrant.policy,
+                    source=source,
+                )
             )
         owner = self._entrants[entrant.limit_of].answers[-1]
         if owner is None or owner.failure is not None:
@@ -231,7 +262,10 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    kept = ("shares", "rounds", "rival_rounds", "steps", "warmup", "contenders", "vocabulary", "classes", "scale")
+    kept = (
+        *("shares", "rounds", "rival_rounds", "steps", "warmup", "contenders", "policies", "vocabulary", "classes"),
+        *("scale", "throttle"),
+    )
     return {name: getattr(options, name) for name in kept}
 
 
@@ -240,6 +274,13 @@ def _share(text: str) -> float:
     if not 0.0 < share <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not a share: write a number above 0 and up to 1")
     return share
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(parse_bytes(text.removesuffix("/s")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a rate: write one such as 300MB/s") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,6 +296,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shares", nargs="+", type=_share, default=[0.6, 0.45], help="budget = static + share x (peak - static)"
     )
+    parser.add_argument("--policies", nargs="+", default=[], help="Lowtide with these policies too, at each share")
+    parser.add_argument("--throttle", type=_rate, default=None, help="the rate of Lowtide's disk each way: 300MB/s")
     parser.add_argument("--rounds", type=int, default=3, help="processes for each contender")
     parser.add_argument("--rival-rounds", type=int, default=1, help="processes for each of the slow rivals")
     parser.add_argument("--steps", type=int, default=defaults["steps"], help="measured steps of a process")

@@ -14,6 +14,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.pages import table
+from lowtide.core.units import format_rate
 
 _NAMES = {
     "stock": "stock PyTorch",
@@ -21,7 +22,9 @@ _NAMES = {
     "before": "Lowtide before",
     "unpressed": "Lowtide, everything fits",
     "lowtide": "Lowtide",
+    "swaps": "Lowtide, swaps only",
     "checkpoint": "`torch.utils.checkpoint`",
+    "as_checkpoint": "Lowtide in checkpoint's memory",
     "naive": "naive hooks to disk",
     "kernel_swap": "kernel swap, same resident set",
 }
@@ -43,11 +46,14 @@ def markdown(results: dict[str, Any]) -> str:
     """Return the machine's line and a table for each model."""
     machine = results["environment"]
     settings = results["settings"]
+    throttled = (
+        f" Lowtide's disk is held to {format_rate(rate)} each way." if (rate := settings.get("throttle")) else ""
+    )
     line = (
         f"{machine['cpu']}, {machine['cores']} cores, {_gib(machine['memory_bytes'])}, {machine['system']} "
         f"{machine['kernel']}, spill on {machine['spill_filesystem']}, Python {machine['python']}, torch "
         f"{machine['torch']}, {machine['threads']} threads. {settings['rounds']} rounds of {settings['steps']} "
-        f"measured steps after {settings['warmup']} warm-up steps; medians, ratios within a round."
+        f"measured steps after {settings['warmup']} warm-up steps; medians, ratios within a round.{throttled}"
     )
     return "\n\n".join([line, *(_model(facts) for facts in results["models"].values())]) + "\n"
 
@@ -76,6 +82,8 @@ def _model(facts: dict[str, Any]) -> str:
 
 def _name(line: dict[str, Any]) -> str:
     name = _NAMES.get(line["key"]) or _NAMES[line["contender"]]
+    if "policy" in line:
+        name = f"{name}, `{line['policy']}`"
     return name if line["share"] is None else f"{name}, {line['share']:.0%}"
 
 

@@ -33,7 +33,9 @@ def main() -> int:
 
 def measure(job: Job) -> dict[str, Any]:
     """Train and return times, losses, peaks and bytes moved."""
-    benchmark = MODELS[job.model](Sizes(vocabulary=job.vocabulary, classes=job.classes, scale=job.scale))
+    benchmark = MODELS[job.model](
+        Sizes(vocabulary=job.vocabulary, classes=job.classes, scale=job.scale, batch=job.batch)
+    )
     torch.manual_seed(_SEED)
     with creation(job):
         module = benchmark.build()
