@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lowtide.core.plan import IDENTITY, Plan, Prediction, Problem, Recompute, Swap
+from lowtide.core.trace import Kind
 from lowtide.core.units import format_bytes, format_seconds
 from lowtide.plan.auto.encode import ChosenCodecs
 from lowtide.plan.auto.exchange import exchange
@@ -33,8 +34,8 @@ from lowtide.plan.policy import About, Classified, Family, Order, Runs
 
 __all__ = ["HEADROOM", "NEGLIGIBLE", "Auto"]
 
-# Capuchin weighs every pair of gaps, PoocH predicts the step for every map it tries: with 1,200 gaps, the depth of a
-# ResNet-300, that takes seconds of a core, and four times as long with twice as many.
+# Capuchin weighs every pair of activations' gaps, PoocH predicts the step for every map it tries: with 1,200 gaps, the
+# depth of a ResNet-300, that takes seconds of a core, and four times as long with twice as many.
 MOST_GAPS_FOR_GUIDES = 1_200
 MOST_ITEMS_FOR_GUIDES = 25_000
 MOST_ITEMS_FOR_EVERYTHING = 100_000
@@ -113,7 +114,8 @@ class Auto:
             if not facts.periodic or search.items <= MOST_ITEMS_FOR_EVERYTHING:
                 search.compete(_swap_all(problem))
             search.compete(furthest_next_use(problem))
-            if len(search.found) <= MOST_GAPS_FOR_GUIDES and search.items <= MOST_ITEMS_FOR_GUIDES:
+            weighed = sum(problem.trace.storages[one.gap.storage].kind is Kind.ACTIVATION for one in search.found)
+            if weighed <= MOST_GAPS_FOR_GUIDES and search.items <= MOST_ITEMS_FOR_GUIDES:
                 for guided in (*_learnt(Capuchin().plan(problem), facts), Pooch().plan(problem)):
                     search.compete(guided.swaps, guided.recomputes)
             search.polish()
