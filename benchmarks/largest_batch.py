@@ -150,7 +150,9 @@ def markdown(found: dict[str, Any]) -> str:
         for one in found.values()
     )
     first = next(iter(found.values()))
-    how = f"{first['threads']} threads, {first['rounds']} rounds of {first['steps']} steps."
+    counts = ((first["threads"], "thread"), (first["rounds"], "round"), (first["steps"], "step"))
+    threads, rounds, steps = (f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+    how = f"{threads}, {rounds} of {steps}."
     headings = ("model", "contender", "batch", "peak live", "a sample", "of stock's", "out in a step")
     return f"{said} {how}\n\n{table(headings, rows, texts=2)}"
 
