@@ -12,9 +12,10 @@ from lowtide.core.plan import Problem
 from lowtide.core.timeline import Lane
 from lowtide.core.trace import Kind, Reach, Storage
 from lowtide.core.trace import Phase as Training
+from lowtide.errors import BudgetTooSmall
 from lowtide.simulate import simulate
 from lowtide.testing.policies import FAST
-from lowtide.testing.traces import Step, machine_of, make_trace, problems, touched_traces, training_trace
+from lowtide.testing.traces import Step, held_traces, machine_of, make_trace, problems, touched_traces, training_trace
 
 
 @pytest.mark.parametrize("name", ["lru", "belady", "auto", "swap_all"])
@@ -27,6 +28,25 @@ def test_whoever_swaps_runs_from_the_floor_on(name: str, problem: Problem) -> No
         assert timeline.peak_bytes <= problem.budget_bytes
         assert [span.op for span in timeline.spans if span.lane is Lane.COMPUTE] == list(range(len(problem.trace.ops)))
         assert timeline.step_s >= problem.trace.duration_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["lru", "belady", "auto", "swap_all", "dtr"])
+@given(problem=problems(held_traces(max_ops=16, max_storages=7), can_recompute=True))
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+def test_what_is_saved_beside_what_is_held_leaves_in_its_gaps_only(name: str, problem: Problem) -> None:
+    policy = registry.policy(name)
+    gaps = problem.trace.gaps()
+    for plan in (None, policy.plan(problem)):
+        try:
+            timeline = simulate(problem, plan, policy=policy, strict=True)
+        except BudgetTooSmall:
+            assert name == "dtr"  # to make again takes memory
+            continue
+        assert timeline.peak_bytes <= problem.budget_bytes
+        for span in timeline.spans:
+            if span.lane is Lane.OUT and span.storage in problem.trace.saved():
+                mine = [gap for gap in gaps if gap.storage == span.storage]
+                assert any(gap.after_op <= span.op < gap.before_op for gap in mine if span.op is not None)
 
 
 def test_the_timeline_is_that_of_a_step_among_others() -> None:

@@ -14,7 +14,7 @@ facts.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -58,10 +58,17 @@ class Reach(StrEnum):
     SAVED: those that autograd saved, from the time it alone holds them until it asks for them back (hooks).
     TOUCHED: all of them, between any two touches, held or not (pages). Bytes that did not change since they
     were last written out are not written again.
+    HELD: those that autograd saved, as SAVED, and those that the program holds from step to step, as TOUCHED: its
+    parameters, buffers, gradients and optimizer state (accelerators).
     """
 
     SAVED = "saved"
     TOUCHED = "touched"
+    HELD = "held"
+
+
+HELD_KINDS = frozenset({Kind.PARAM, Kind.BUFFER, Kind.GRAD, Kind.OPTIMIZER})
+"""What a program holds from step to step, in its models and optimizers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,18 +192,46 @@ class Trace:
         """The unmanaged step's highest number of live bytes."""
         return max((op.peak_bytes for op in self.ops), default=self.static_bytes)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the executor moves what lives on: then steps follow each other, and gaps reach into the next."""
+        return self.reach is not Reach.SAVED
+
+    def saved(self) -> frozenset[int]:
+        """Return the storages that move as autograd saved them: none where pages move."""
+        return frozenset() if self.reach is Reach.TOUCHED else frozenset(save.storage for save in self.saves)
+
     def touches(self) -> tuple[tuple[int, ...], ...]:
-        """Return the operators that touch each storage, ascending."""
-        found: list[list[int]] = [[] for _ in self.storages]
+        """Return the operators that touch each storage, ascending.
+
+        Where the executor moves what is saved beside what is held, an operator before which autograd asks for a storage
+        touches it too.
+        """
+        return self._operators_by_storage(lambda op: (*op.reads, *op.writes))
+
+    def changes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the operators that change each storage, ascending.
+
+        What autograd was handed may have been changed by any code, so a use counts where `touches` counts it.
+        """
+        return self._operators_by_storage(lambda op: op.writes)
+
+    def _operators_by_storage(self, named: Callable[[Op], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+        found: list[set[int]] = [set() for _ in self.storages]
         for index, op in enumerate(self.ops):
-            for storage in {*op.reads, *op.writes}:
-                found[storage].append(index)
-        return tuple(map(tuple, found))
+            for storage in named(op):
+                found[storage].add(index)
+        for save in self.saves if self.reach is Reach.HELD else ():
+            found[save.storage].update(use for use in save.uses if use < len(self.ops))
+        return tuple(tuple(sorted(each)) for each in found)
 
     def lives_on(self, storage: int) -> bool:
         """Tell whether a storage is there before the step and after it: its gaps may reach into the next step."""
         block = self.storages[storage]
         return block.first_op < 0 and block.last_op >= len(self.ops)
+
+    def _is_held(self, storage: int) -> bool:
+        return self.lives_on(storage) and self.storages[storage].kind in HELD_KINDS
 
     def heirs(self) -> Mapping[int, int]:
         """Return the storages that the step makes and the next one frees, each with its place in that one.
@@ -243,10 +278,12 @@ class Trace:
         """Return every span in which a storage could be absent, ordered by storage and time.
 
         `kinds`: only those of storages of these kinds (None: of all). Where the executor moves what autograd saved, a
-        gap ends at an unpack, the only point where it is asked for the storage, and begins after the last operator that
-        touched it: what was unpacked for one operator may still be read by those that follow.
+        gap of that ends at an unpack, the only point where it is asked for the storage, and begins after the last
+        operator that touched it: what was unpacked for one operator may still be read by those that follow.
         """
-        found = self._gaps_between_touches() if self.reach is Reach.TOUCHED else self._gaps_of_saves()
+        found = self._gaps_between_touches() if self.repeats else []
+        if self.reach is not Reach.TOUCHED:
+            found += self._gaps_of_saves()
         if kinds is not None:
             found = [gap for gap in found if self.storages[gap.storage].kind in kinds]
         return tuple(sorted(found))
@@ -269,6 +306,8 @@ class Trace:
         inherited = frozenset(heirs.values())
         for storage, (block, touched) in enumerate(zip(self.storages, touches, strict=True)):
             if block.nbytes < max(self.least_bytes, 1) or storage in inherited:
+                continue
+            if self.reach is Reach.HELD and not self._is_held(storage):
                 continue
             if not touched:
                 if self.lives_on(storage):

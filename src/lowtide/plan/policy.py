@@ -65,10 +65,11 @@ ACTIVATIONS = frozenset({Kind.ACTIVATION})
 def activation_gaps(trace: Trace) -> tuple[Gap, ...]:
     """Return the gaps of activations, which begin and end within the step.
 
-    Where the executor moves only what autograd saved, those are all gaps there are.
+    Where the executor moves what autograd saved, those are the gaps of that.
     """
-    if trace.reach is Reach.SAVED:
-        return trace.gaps()
+    if trace.reach is not Reach.TOUCHED:
+        saved = trace.saved()
+        return tuple(gap for gap in trace.gaps() if gap.storage in saved)
     return tuple(gap for gap in trace.gaps(kinds=ACTIVATIONS) if gap.before_op <= len(trace.ops))
 
 

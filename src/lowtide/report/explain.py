@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from lowtide.core.plan import Plan, Recompute
 from lowtide.core.timeline import Lane, Span, Timeline
-from lowtide.core.trace import Op, Phase, Reach, Trace
+from lowtide.core.trace import Op, Phase, Trace
 
 
 class Way(StrEnum):
@@ -65,10 +65,10 @@ def journeys(trace: Trace, plan: Plan | None, timeline: Timeline) -> tuple[Journ
 def needs(trace: Trace) -> Mapping[int, Sequence[int]]:
     """Return the operators that need each storage to be there, ascending.
 
-    Where pages move, that is every operator that touches it; those of the next step count on from `len(trace.ops)`.
+    Where state moves, that is every operator that touches it; those of the next step count on from `len(trace.ops)`.
     Elsewhere it is each operator before which autograd asks for what it saved.
     """
-    if trace.reach is Reach.TOUCHED:
+    if trace.repeats:
         end = len(trace.ops)
         return {
             storage: (*life.touches, *(end + op for op in life.touches[:1] if life.forever))

@@ -8,13 +8,13 @@ in the next step is in the moments too. Operators of a trip are counted from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
 from lowtide.core.plan import Place, Plan, Problem
-from lowtide.core.trace import Gap, Reach, Save, Trace
+from lowtide.core.trace import Gap, Save, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.costs.options import Option, Options
 from lowtide.plan.costs.sweep import ends_unused
@@ -28,8 +28,8 @@ class Record:
     the machine wants to hear when that is so again. `leaving`: its write is asked for and has not landed. `away`: its
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
-    `lives_on`: it is there in every step, and its state goes on from one to the next. `inherited`: so does its state,
-    until the next step has freed it. `option` is the price of its last planned absence (None: there was none yet).
+    `saved`: autograd saved it, so that it may leave in its gaps only. `lives_on`: it is there in every step, and its
+    state goes on from one to the next. `inherited`: so does its state, until the next step has freed it. `option` is the price of its last planned absence (None: there was none yet).
     """
 
     storage: int
@@ -37,6 +37,7 @@ class Record:
     used: bool
     tier: str
     codec: str = "identity"
+    saved: bool = False
     lives_on: bool = False
     inherited: bool = False
     open: bool = False
@@ -116,7 +117,7 @@ class Agenda:
         trace = problem.trace
         self._trace = trace
         self._count = len(trace.ops)
-        self.pages = trace.reach is Reach.TOUCHED
+        self.pages = trace.repeats
         self.moments: dict[int, Moment] = {}
         self.records: dict[int, Record] = {}
         gaps: dict[int, list[Gap]] = {}
@@ -124,6 +125,7 @@ class Agenda:
             gaps.setdefault(gap.storage, []).append(gap)
         self._gaps = gaps
         self._ends_unused = ends_unused(trace)
+        self._saved = trace.saved()
         self._places: dict[int, list[Place]] = {}
         for place in plan.places if plan is not None else ():
             self._places.setdefault(place.storage, []).append(place)
@@ -131,15 +133,15 @@ class Agenda:
         self._in_place: dict[tuple[int, int], str] = {}
         if self._places and not self.pages:
             raise PlanError("the plan has storages live in slow memory, and the trace's executor moves what is saved")
+        saves: dict[int, list[Save]] = {storage: [] for storage in trace.saved()}
+        for save in trace.saves if saves else ():
+            saves[save.storage].append(save)
+        for storage in gaps.keys() & saves.keys():
+            self._add_record(trace, storage, gaps[storage], saves[storage], tier=problem.tier)
         if self.pages:
-            self._add_ranges(trace, tier=problem.tier)
+            self._add_ranges(trace, tier=problem.tier, saved=saves)
             self.uses = self._number_touches(steps)
         else:
-            saves: dict[int, list[Save]] = {}
-            for save in trace.saves:
-                saves.setdefault(save.storage, []).append(save)
-            for storage, own in gaps.items():
-                self._add_record(trace, storage, own, saves[storage], tier=problem.tier)
             self.uses = self._number_events(trace)
         self.trips = self._add_trips(plan, problem) if plan is not None else []
 
@@ -152,24 +154,31 @@ class Agenda:
 
     def _add_record(self, trace: Trace, storage: int, gaps: Sequence[Gap], saves: Sequence[Save], *, tier: str) -> None:
         used = any(save.uses for save in saves)
-        self.records[storage] = Record(storage=storage, nbytes=trace.storages[storage].nbytes, used=used, tier=tier)
+        nbytes = trace.storages[storage].nbytes
+        self.records[storage] = Record(storage=storage, nbytes=nbytes, used=used, tier=tier, saved=True)
         first = min(min(save.packed_op for save in saves) + 1, gaps[0].after_op)
         self.at(first).saved.append(storage)
         for gap in gaps:
             self.at(gap.after_op).opening.append(gap)
-            self.at(gap.before_op).closing.append(storage)
+            self.at(self._place(gap.before_op)).closing.append(storage)
             if not used:  # autograd lets it go here without asking for it
-                self.at(gap.before_op).ending.append(storage)
-        self.at(max(save.released_op for save in saves)).gone.append(storage)
+                self.at(self._place(gap.before_op)).ending.append(storage)
+        released_op = max(save.released_op for save in saves)
+        if not self.pages or released_op < self._count:
+            self.at(released_op).gone.append(storage)
+        else:
+            self.at(0).over.append(storage)
+        for use in sorted({use for save in saves for use in save.uses if use < self._count}) if self.pages else ():
+            self.at(use).used.append(storage)
 
-    def _add_ranges(self, trace: Trace, *, tier: str) -> None:
+    def _add_ranges(self, trace: Trace, *, tier: str, saved: Collection[int]) -> None:
         """Make a record of every range with gaps, with its life and all of its touches."""
         touches, heirs = trace.touches(), trace.heirs()
         writers: dict[int, set[int]] = {}
         for index, writer in enumerate(trace.ops):
             for storage in writer.writes:
                 writers.setdefault(storage, set()).add(index)
-        for storage in sorted({*self._gaps, *self._places}):
+        for storage in sorted({*self._gaps, *self._places}.difference(saved)):
             block, touched = trace.storages[storage], touches[storage]
             placed = self._places.get(storage, [])
             record = Record(
@@ -267,7 +276,7 @@ class Agenda:
 
     def _returns(self, gap: Gap) -> bool:
         """Tell whether the storage is needed again at the end of a decision."""
-        if not self.pages and gap.before_op >= self._count:
+        if gap.before_op >= self._count and (not self.pages or gap.storage in self._saved):
             return False
         return self._ends_unused.get(gap.storage) != gap.before_op
 

@@ -223,7 +223,7 @@ def _without_heirs(
 
 def _movable_before(trace: Trace, absences: Sequence[tuple[float, int, bool]], away: Collection[int]) -> list[int]:
     """Return what was there before the step and leaves: blocks of their own, where everything can leave."""
-    if trace.reach is not Reach.TOUCHED:
+    if not trace.repeats:
         return []
     moved = {storage for _, storage, _ in absences}.union(away)
     return sorted(one for one in moved if trace.lives_on(one) and trace.storages[one].nbytes)

@@ -12,7 +12,6 @@ from math import inf
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.timeline import Lane, Timeline
-from lowtide.core.trace import Reach
 from lowtide.errors import BudgetTooSmall
 from lowtide.plan.costs.curve import Curve
 from lowtide.plan.costs.operator_times import OperatorTimes
@@ -72,11 +71,15 @@ class _Steps:
         self.plan = plan
         self.policy = policy
         self.ops = trace.ops
-        self.pages = trace.reach is Reach.TOUCHED
+        self.pages = trace.repeats
         self.steps = 2 if self.pages else 1
         self.agenda = Agenda(problem, plan, steps=self.steps)
         self.records = self.agenda.records
         self.touches = trace.touches() if self.pages else ()
+        self.changes = [set(op.writes) for op in self.ops]
+        for storage, ops in enumerate(trace.changes()):
+            for op in ops:
+                self.changes[op].add(storage)
         self.parent = {heir: storage for storage, heir in trace.heirs().items()}
         self.discards = problem.can_recompute and policy is not None and policy.about.discards_victims
         remakes = self.discards or any(trip.ops is not None for trip in self.agenda.trips)
@@ -204,14 +207,13 @@ class _Steps:
 
     def _enter(self, index: int, moment: Moment, clock_s: float) -> float:
         """Do what the start of an operator brings and wait for what it needs; return when it begins."""
-        if not self.pages:
-            self._note_saves(moment, clock_s)
+        self._note_saves(moment.saved, moment.ticks, clock_s, by_autograd=True)
         self._start_trips(index, moment, clock_s)
         if moment.barred or moment.due or moment.ending:
             clock_s = self._wait_for_landings(index, moment, clock_s)
         if self.pages:
             self._release(moment.over)  # before the saves: what ended with the step before is the same storage in this
-            self._note_saves(moment, clock_s)
+            self._note_saves(moment.saved, 0, clock_s, by_autograd=False)
             self._note_born(moment, clock_s)
         fetched, remade = self._need(moment)
         absent = [record for record in fetched if record.away]
@@ -242,7 +244,7 @@ class _Steps:
     def _leave(self, index: int, moment: Moment, clock_s: float) -> None:
         """Do what the end of an operator brings."""
         if self.pages:
-            written = {self.parent.get(storage, storage) for storage in self.ops[index].writes}
+            written = {self.parent.get(storage, storage) for storage in self.changes[index]}
             for storage in moment.used:
                 commands = self.state.tell(e.Used(storage, wrote=storage in written))
                 self._carry_out(commands, clock_s, cause="plan")
@@ -252,16 +254,22 @@ class _Steps:
 
     # ---- the start of an operator ----
 
-    def _note_saves(self, moment: Moment, clock_s: float) -> None:
+    def _note_saves(self, storages: Iterable[int], ticks: int, clock_s: float, *, by_autograd: bool) -> None:
+        """Take in storages that come to be, or that autograd has saved from here on."""
         machine = self.state.machine
-        for storage in moment.saved:
+        for storage in storages:
             record = self.records[storage]
+            if record.saved is not by_autograd:
+                continue
             record.touched_s = clock_s
             record.gone = False
             self.state.tell(e.Saved(storage, record.nbytes, storage))
             if self.pages:
                 self.view.needed_next(storage, self._next_touch(storage, self.state.index - 1))
-        for _ in range(moment.ticks):
+            if self.pages and record.saved:  # so far the program holds it as well
+                self.state.tell(e.Held(storage))
+                record.open, record.watched = False, True
+        for _ in range(ticks):
             machine.tick()
 
     def _note_born(self, moment: Moment, clock_s: float) -> None:

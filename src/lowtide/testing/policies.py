@@ -20,7 +20,7 @@ import pytest
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import Plan, Problem
-from lowtide.core.trace import Reach, Trace
+from lowtide.core.trace import Trace
 from lowtide.plan.policy import About, Family, Policy, by_age
 from lowtide.plan.verify import Replay, check_executable, replay
 from lowtide.plan.victims import victims_of
@@ -135,7 +135,7 @@ def _assert_conservation(plan: Plan, problem: Problem, seen: Replay) -> None:
     """Assert that what leaves comes back once, or has no use any more, and that clean bytes are not written."""
     trace = problem.trace
     sizes = [(swap.gap, trace.storages[swap.gap.storage].nbytes) for swap in plan.swaps]
-    if trace.reach is Reach.TOUCHED:
+    if trace.repeats:
         writers = {storage for op in trace.ops for storage in op.writes}
         dirty = [(gap, n) for gap, n in sizes if gap.storage in writers or not trace.lives_on(gap.storage)]
         assert seen.moved_out_bytes <= sum(nbytes for _, nbytes in dirty)
@@ -157,7 +157,7 @@ def _assert_bounds(plan: Plan, problem: Problem, seen: Replay) -> None:
     assert seen.step_s == pytest.approx(trace.duration_s + seen.recompute_s + seen.stall_s, rel=1e-9, abs=1e-9)
     assert seen.peak_bytes >= max(trace.floor_bytes() if trace.ops else 0, 0)
     assert seen.peak_bytes <= problem.budget_bytes
-    if trace.reach is Reach.TOUCHED:
+    if trace.repeats:
         return  # a step may leave a part of its traffic to the next
     within = [swap for swap in plan.swaps if swap.gap.before_op < len(trace.ops)]
     out_s = sum(link.write_s(trace.storages[swap.gap.storage].nbytes) for swap in within)

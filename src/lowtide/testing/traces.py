@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.core.machine import Access, Link, Machine
 from lowtide.core.plan import Problem
-from lowtide.core.trace import Kind, Op, Phase, Reach, Save, Storage, Trace
+from lowtide.core.trace import HELD_KINDS, Kind, Op, Phase, Reach, Save, Storage, Trace
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -359,6 +359,47 @@ def touched_traces(*, max_ops: int = 30, max_storages: int = 20) -> SearchStrate
             model="random",
             reach=Reach.TOUCHED,
             least_bytes=draw(st.sampled_from((0, 0, 4096, 256 << 10))),
+        )
+
+    return build()
+
+
+def held_traces(*, max_ops: int = 30, max_storages: int = 20, max_held: int = 5) -> SearchStrategy[Trace]:
+    """Return a strategy for traces as those of `traces`, with what the program holds from step to step beside them."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def build(draw: DrawFn) -> Trace:
+        trace = draw(traces(max_ops=max_ops, max_storages=max_storages))
+        count, first = len(trace.ops), len(trace.storages)
+        operators = st.sets(st.integers(0, count - 1), max_size=4)
+        touches = {first + k: (draw(operators), draw(operators)) for k in range(draw(st.integers(0, max_held)))}
+        held = [
+            Storage(
+                nbytes=draw(st.sampled_from((1, 4096, 100_000, 1 << 20, 3 << 20))),
+                kind=draw(st.sampled_from((*sorted(HELD_KINDS), Kind.INPUT))),
+                first_op=-1,
+                last_op=count,
+            )
+            for _ in touches
+        ]
+        held_bytes = sum(block.nbytes for block in held)
+        ops = tuple(
+            replace(
+                op,
+                peak_bytes=op.peak_bytes + held_bytes,
+                reads=(*op.reads, *(storage for storage, (reads, _) in touches.items() if index in reads)),
+                writes=(*op.writes, *(storage for storage, (_, writes) in touches.items() if index in writes)),
+            )
+            for index, op in enumerate(trace.ops)
+        )
+        return replace(
+            trace,
+            ops=ops,
+            storages=(*trace.storages, *held),
+            static_bytes=trace.static_bytes + held_bytes,
+            reach=Reach.HELD,
+            least_bytes=draw(st.sampled_from((0, 0, 4096))),
         )
 
     return build()

@@ -17,15 +17,25 @@ from lowtide.plan.costs.sweep import Sweep, predict
 from lowtide.plan.verify import replay
 from lowtide.simulate import simulate
 from lowtide.testing.plans import plans
-from lowtide.testing.traces import Step, links, machine_of, make_trace, problems, touched_traces, training_trace
+from lowtide.testing.traces import (
+    Step,
+    held_traces,
+    links,
+    machine_of,
+    make_trace,
+    problems,
+    touched_traces,
+    training_trace,
+)
 
 HALF = CodecCost(name="half", encode_bytes_per_s=2e9, decode_bytes_per_s=3e9, ratio=0.5)
 
 
 @st.composite
-def planned(draw: st.DrawFn) -> tuple[Problem, Plan]:
+def planned(draw: st.DrawFn, *, held: bool = False) -> tuple[Problem, Plan]:
     """A step, a machine of one or two tiers, and decisions of every kind with as much memory as they need."""
-    problem = draw(problems(touched_traces(max_ops=16, max_storages=9), can_recompute=True))
+    source = held_traces(max_ops=16, max_storages=7) if held else touched_traces(max_ops=16, max_storages=9)
+    problem = draw(problems(source, can_recompute=not held))
     if draw(st.booleans()):
         both = {**problem.machine.links, "host": draw(links())}
         problem = replace(problem, machine=Machine(name="two", links=both), tiers=("spill", "host"))
@@ -61,6 +71,20 @@ def assert_all_agree(problem: Problem, plan: Plan) -> None:
 @settings(max_examples=250, deadline=None, phases=[Phase.generate])
 def test_any_decisions_take_the_same_on_all_clocks(case: tuple[Problem, Plan]) -> None:
     assert_all_agree(*case)
+
+
+@given(case=planned(held=True))
+@settings(max_examples=250, deadline=None, phases=[Phase.generate])
+def test_what_is_saved_and_what_is_held_take_the_same_on_all_clocks(case: tuple[Problem, Plan]) -> None:
+    assert_all_agree(*case)
+
+
+@pytest.mark.parametrize("name", ["auto", "belady", "swap_all", "vdnn", "superneurons", "capuchin"])
+@given(problem=problems(held_traces(max_ops=16, max_storages=7), can_recompute=True))
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+def test_plans_for_what_is_saved_and_held_take_as_long_as_they_say(name: str, problem: Problem) -> None:
+    plan = registry.policy(name).plan(problem)
+    assert_all_agree(_with_enough(problem, plan), plan)
 
 
 @st.composite

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from lowtide.core.plan import Problem
-from lowtide.core.trace import Gap, Reach
+from lowtide.core.trace import Gap
 from lowtide.errors import BadArgument
 from lowtide.plan.costs.options import Option
 from lowtide.plan.costs.rerun import Reruns
@@ -84,8 +84,8 @@ class _Chosen:
 
 class _Joint:
     def __init__(self, problem: Problem, *, most_gaps: int) -> None:
-        if problem.trace.reach is Reach.TOUCHED:
-            raise BadArgument("steps whose pages move follow each other, which the programme has no terms for")
+        if problem.trace.repeats:
+            raise BadArgument("steps whose state moves follow each other, which the programme has no terms for")
         self.problem, self.trace = problem, problem.trace
         self.facts = Sweep(problem)
         self.programme = Programme()

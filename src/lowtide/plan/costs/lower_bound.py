@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core.plan import Problem
-from lowtide.core.trace import Reach
 from lowtide.plan.costs.sweep import ends_unused, link_of
 
 # Operators that lack most, of all that lack memory: each takes a pass over the gaps that are open there.
@@ -58,7 +57,7 @@ class _Gaps:
         for gap in trace.gaps():
             block = trace.storages[gap.storage]
             returns = ends.get(gap.storage) != gap.before_op
-            if trace.reach is not Reach.TOUCHED and gap.before_op >= self._count:
+            if not trace.repeats and gap.before_op >= self._count:
                 returns = False
             again_s = 0.0 if not returns else np.inf  # of a byte
             if returns and problem.can_recompute and block.producer is not None and made_bytes[block.producer]:

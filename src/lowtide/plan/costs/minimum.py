@@ -26,7 +26,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.core.trace import Reach, Trace
+from lowtide.core.trace import Trace
 from lowtide.plan.costs.sweep import ends_unused
 from lowtide.plan.programme import Programme
 
@@ -47,7 +47,7 @@ def least_traffic(trace: Trace, *, budget_bytes: int) -> LeastTraffic:
     if not trace.ops:
         return LeastTraffic(read_bytes=0, written_bytes=0, total_bytes=0)
     count = len(trace.ops)
-    pages = trace.reach is Reach.TOUCHED
+    pages = trace.repeats
     ends = ends_unused(trace)
     written = {storage for op in trace.ops for storage in op.writes}
     # The bytes that can be away at each operator: by whether that costs a read, and a write.
@@ -89,10 +89,7 @@ def least_total_bytes(trace: Trace, *, budget_bytes: int) -> int | None:
     unit = max([op.peak_bytes - budget_bytes for op in trace.ops], default=0)  # a solver's tolerances are absolute
     if unit <= 0:
         return 0
-    writers: dict[int, list[int]] = {}
-    for index, op in enumerate(trace.ops):
-        for storage in set(op.writes):
-            writers.setdefault(storage, []).append(index)
+    writers = {storage: ops for storage, ops in enumerate(trace.changes()) if ops}
     programme = Programme()
     changes: list[dict[int, float]] = [{} for _ in range(2 * count + 1)]
     written: dict[tuple[int, int], int] = {}
@@ -100,7 +97,7 @@ def least_total_bytes(trace: Trace, *, budget_bytes: int) -> int | None:
         part = trace.storages[gap.storage].nbytes / unit
         share = programme.variable(cost=part if ends.get(gap.storage) != gap.before_op else 0.0, upper=1.0)
         changes[gap.after_op][share], changes[gap.before_op][share] = part, -part
-        since = bisect_left(writers.get(gap.storage, []), gap.after_op) - 1
+        since = bisect_left(writers.get(gap.storage, ()), gap.after_op) - 1
         if trace.lives_on(gap.storage):
             if gap.storage not in writers:
                 continue

@@ -46,10 +46,13 @@ def ends_unused(trace: Trace) -> dict[int, int]:
 
     They have been released by then, or no operator of the step touches them: they do not come back.
     """
-    if trace.reach is Reach.TOUCHED:
-        ends = {}
+    saved = trace.saved()
+    ends: dict[int, int] = {}
+    if trace.repeats:
         heirs = trace.heirs()
         for storage, (block, touched) in enumerate(zip(trace.storages, trace.touches(), strict=True)):
+            if storage in saved:
+                continue
             if storage in heirs:
                 ends[storage] = len(trace.ops) + trace.storages[heirs[storage]].last_op + 1
             elif not trace.lives_on(storage):
@@ -57,14 +60,12 @@ def ends_unused(trace: Trace) -> dict[int, int]:
                 ends[storage] = -1 if released_at_a_touch else min(block.last_op + 1, len(trace.ops))
             elif not touched:
                 ends[storage] = len(trace.ops)
-        return ends
-    released: dict[int, int] = {}
-    for save in trace.saves:
-        released[save.storage] = max(save.released_op, released.get(save.storage, -1))
-    for save in trace.saves:
+    for save in trace.saves if saved else ():
+        ends[save.storage] = max(save.released_op, ends.get(save.storage, -1))
+    for save in trace.saves if saved else ():
         if save.uses:
-            released.pop(save.storage, None)
-    return released
+            ends.pop(save.storage, None)
+    return ends
 
 
 class ChoosesCodecs(Protocol):
@@ -111,7 +112,8 @@ class Sweep:
         self._codecs = codecs
         self.writes = Writes(trace)
         self.budget_bytes = problem.budget_bytes
-        self.periodic = trace.reach is Reach.TOUCHED
+        self.periodic = trace.repeats
+        self._saved = trace.saved()
         self.count = len(trace.ops)
         self.peak_bytes = [op.peak_bytes for op in trace.ops]
         self.duration_s = [op.duration_s for op in trace.ops]
@@ -128,7 +130,7 @@ class Sweep:
 
     def returns(self, gap: Gap) -> bool:
         """Tell whether the storage is needed again at the end of the gap."""
-        if not self.periodic and gap.before_op >= self.count:
+        if gap.before_op >= self.count and (not self.periodic or gap.storage in self._saved):
             return False
         return self._ends_unused.get(gap.storage) != gap.before_op
 
@@ -146,9 +148,12 @@ class Sweep:
     def may_discard(self, gap: Gap) -> bool:
         """Tell whether a gap's storage may be given up without a copy.
 
-        Where pages move, the program may look at the storage: so not over the step's end, and not for good.
+        Where pages move, the program may look at the storage: so not over the step's end, and not for good. What it
+        holds is not made again.
         """
-        return not self.periodic or (gap.before_op < self.count and self.returns(gap))
+        if self.trace.reach is Reach.TOUCHED:
+            return gap.before_op < self.count and self.returns(gap)
+        return gap.storage in self._saved
 
     def can_write(self, storage: int) -> bool:
         """Tell whether a swap of a storage ever writes: not in a step that finds it in the tier and leaves it as is."""

@@ -1,6 +1,6 @@
 """Which swaps have to write: bytes that a tier already holds are given up without a transfer.
 
-Where the executor moves what autograd saved, every swap writes. Where it moves pages, it sees which of them changed:
+What autograd saved is written by every swap. Of what else the executor moves, it sees what changed:
 
 - the first swap of a storage that the step makes, or that it found and frees, writes: no tier has had it yet;
 - any other writes if an operator, or a recomputation, has written the storage since the last swap of it to the same
@@ -16,11 +16,11 @@ frozen weight leaves is long past: it is never written. `verify/pages.py` works 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from lowtide.core.plan import Place, Recompute, Swap
-from lowtide.core.trace import Reach, Trace
+from lowtide.core.trace import Trace
 
 _Place = tuple[int, str, str]
 
@@ -29,13 +29,11 @@ class Writes:
     """The facts of one trace that decide which bytes are dirty."""
 
     def __init__(self, trace: Trace) -> None:
-        self._periodic = trace.reach is Reach.TOUCHED
+        self._periodic = trace.repeats
         self._trace = trace
-        self._writers: dict[int, list[int]] = {}
+        self._writers: Mapping[int, Sequence[int]] = {}
         if self._periodic:
-            for index, op in enumerate(trace.ops):
-                for storage in set(op.writes):
-                    self._writers.setdefault(storage, []).append(index)
+            self._writers = {storage: ops for storage, ops in enumerate(trace.changes()) if ops}
 
     def of(
         self, swaps: Sequence[Swap], recomputes: Sequence[Recompute] = (), places: Sequence[Place] = ()
@@ -55,7 +53,7 @@ class Writes:
             groups.setdefault(at[k], []).append(k)
         dirty = [True] * len(spans)
         for (storage, _, _), group in groups.items():
-            written = self._writers.get(storage, [])
+            written = self._writers.get(storage, ())
             if storage in made:
                 written = sorted([*written, *made[storage]])
             if self._trace.lives_on(storage):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lowtide.core.machine import Link
 from lowtide.core.plan import Place, Plan, Problem, Swap
-from lowtide.core.trace import Gap, Reach, Trace
+from lowtide.core.trace import Gap, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import PlanError
 from lowtide.plan.costs.operator_times import OperatorTimes
@@ -130,7 +130,7 @@ class _Replay:
         self.burdens = burdens
         self.budget = problem.budget_bytes
         self.count = len(self.trace.ops)
-        self.steps = 2 if self.trace.reach is Reach.TOUCHED and self.count else 1
+        self.steps = 2 if self.trace.repeats and self.count else 1
         spans = Spans(plan, self.trace)
         self.homes = Homes(plan, self.trace)
         tiers = {swap.tier for swap in plan.swaps} | {place.tier for place in plan.places}

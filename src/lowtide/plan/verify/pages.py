@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.core.plan import Plan
-from lowtide.core.trace import Reach, Trace
+from lowtide.core.trace import Trace
 from lowtide.plan.verify.places import Homes
 
 # What happens to a storage at one operator, in this order: it leaves before the operator writes it.
@@ -12,7 +12,7 @@ _LEAVES, _CHANGES = range(2)
 
 def decisions_that_write(plan: Plan, trace: Trace) -> frozenset[int]:
     """Return the positions in swaps and then places that have to write in a step that follows others of its kind."""
-    if trace.reach is not Reach.TOUCHED:
+    if not trace.repeats:
         return frozenset(range(len(plan.swaps)))
     writing: set[int] = set()
     homes = Homes(plan, trace)
@@ -47,7 +47,7 @@ def _lives(plan: Plan, trace: Trace) -> dict[int, list[tuple[int, int, int]]]:
     for position, gap in enumerate(gaps):
         lives.setdefault(gap.storage, []).append((gap.after_op, _LEAVES, position))
     changes = [(one.gap.before_op, one.gap.storage) for one in plan.recomputes]
-    changes += [(index, storage) for index, op in enumerate(trace.ops) for storage in op.writes]
+    changes += [(index, storage) for storage, ops in enumerate(trace.changes()) for index in ops]
     for op, storage in changes:
         if storage in lives:
             lives[storage].append((op, _CHANGES, -1))

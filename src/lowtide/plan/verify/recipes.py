@@ -59,6 +59,8 @@ class _Kitchen:
                     f"V7: {label(one)} ends with the step or after it, and the step has {len(trace.ops)} operators: "
                     "the program may look at the storage then, so swap or keep it instead"
                 )
+            if trace.reach is Reach.HELD and one.gap.storage not in trace.saved():
+                raise PlanError(f"V7: {label(one)} is of what the program holds, which is never made again: swap it")
             self._check_list(one)
             if one.gap.before_op < len(trace.ops):
                 self.guests.setdefault(one.gap.before_op, []).append(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from lowtide.core.plan import Place, Plan, Problem, Recompute, Swap
-from lowtide.core.trace import Gap, Reach, Trace
+from lowtide.core.trace import Gap, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.verify.places import Days, check_place, check_runs
 from lowtide.plan.verify.spans import Spans
@@ -48,7 +48,7 @@ def check_shape(plan: Plan, problem: Problem) -> None:
                 raise PlanError(f"V3: {label(first)} and {label(second)} overlap")
         if isinstance(of_one[0], Place) or isinstance(of_one[-1], Place):
             _check_next_step(of_one, trace)
-        if trace.reach is Reach.TOUCHED and len(of_one) > 1:
+        if trace.repeats and len(of_one) > 1:
             _check_around(of_one, spans)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.core.plan import Plan, Swap
-from lowtide.core.trace import Gap, Reach, Trace
+from lowtide.core.trace import Gap, Trace
 
 
 class Spans:
@@ -11,7 +11,7 @@ class Spans:
 
     def __init__(self, plan: Plan, trace: Trace) -> None:
         self._count = len(trace.ops)
-        self._repeats = trace.reach is Reach.TOUCHED
+        self._repeats = trace.repeats
         self._used = {save.storage for save in trace.saves if save.uses}
         self._released: dict[int, int] = {}
         for save in trace.saves:
@@ -55,13 +55,13 @@ class Spans:
 def _dead_ends(trace: Trace) -> frozenset[tuple[int, int]]:
     """Return the storages and ends of gaps at which no operator touches the storage."""
     found = set()
-    heirs = trace.heirs()
+    heirs, touches = trace.heirs(), trace.touches()
     for gap in trace.gaps():
         next_step, op = divmod(gap.before_op, len(trace.ops))
         block = trace.storages[gap.storage]
         name: int | None = gap.storage
         if next_step and not (block.first_op < 0 and block.last_op >= len(trace.ops)):
             name = heirs.get(gap.storage)
-        if name not in {*trace.ops[op].reads, *trace.ops[op].writes}:
+        if name is None or op not in touches[name]:
             found.add((gap.storage, gap.before_op))
     return frozenset(found)
