@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 
 from lowtide.core.log import Event, LogEntry
-from lowtide.core.trace import RANGE_BYTES, Kind, Op, Phase, Reach, Save, Storage, Trace
+from lowtide.core.trace import HELD_KINDS, RANGE_BYTES, Kind, Op, Phase, Reach, Save, Storage, Trace
 
 # How PyTorch's observer calls a dispatch mode at work.
 _MODE = "PythonDispatchMode"
@@ -56,6 +57,10 @@ class Recorded:
     `births[storage]`, if the step made it: (op, k) is allocation k, counted from 0, of `trace.least_bytes` or more
     after operator `op` has begun and before the next one does (-1: before the first). None: made before the step, or
     too small to be counted.
+
+    Of one that moves what the program holds beside what is saved, `held` are the keys of storages of the first kind,
+    `ticks[op]` is the tick at which an operator begins (or the next one, if it is none), and `looks` are the step's
+    ticks by what they looked like: see `execute/observe/touches.py`.
     """
 
     trace: Trace
@@ -67,6 +72,9 @@ class Recorded:
     before_training_s: float = 0.0
     serials: tuple[int, ...] = ()
     births: tuple[tuple[int, int] | None, ...] = ()
+    held: Mapping[int, int] = field(default_factory=dict)
+    ticks: tuple[int, ...] = ()
+    looks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -130,7 +138,9 @@ class _Builder:
         is_operator: Callable[[str], bool],
         reach: Reach,
         least_bytes: int,
+        held: Mapping[int, int],
     ) -> None:
+        self.held = held
         self.names = names
         self.is_operator = is_operator
         self.static_bytes = static_bytes
@@ -145,6 +155,7 @@ class _Builder:
         self.positions: list[int] = []
         self.stacks: dict[int, list[_Frame]] = {}
         self.calls: dict[int, list[int]] = {}
+        self.ticks: dict[int, int] = {}
         self.module = ""
         self.early_peak = static_bytes
         self.early_touches: list[LogEntry] = []
@@ -189,6 +200,10 @@ class _Builder:
                 self.blocks[self.block(entry.a, entry.b)].counted = True
             case Event.TOUCH:
                 self.touch(entry)
+            case Event.TICK:
+                op = self.running(entry.thread)
+                if op is not None:
+                    self.ticks[op] = entry.a
 
     def memory(self, entry: LogEntry) -> None:
         if entry.kind == Event.ALLOC:
@@ -389,6 +404,8 @@ class _Builder:
             before_training_s=self._before_s(trains_from_ns, trace.ops),
             serials=tuple(block.serial for block in self.blocks) if touched else (),
             births=tuple(block.birth for block in self.blocks) if touched else (),
+            held={self.block_of[serial]: key for serial, key in self.held.items() if serial in self.block_of},
+            ticks=tuple(self.ticks[op] for op in range(last)) if len(self.ticks) == last else (),
         )
 
     def _before_s(self, at_ns: int | None, ops: Sequence[Op]) -> float:
@@ -440,6 +457,8 @@ class _Builder:
                 kind = Kind.INPUT if block.last_op is None else Kind.OTHER
             else:
                 kind = Kind.SCRATCH if first == last else Kind.OTHER
+        if self.reach is Reach.HELD and kind in HELD_KINDS and block.serial not in self.held:
+            kind = Kind.OTHER  # it stays where it is: the program knows its address, for one
         # Large memory that is not a range is another allocator's: no budget counts it, and it cannot leave.
         foreign = touched and not block.counted and block.nbytes >= RANGE_BYTES
         return Storage(
@@ -464,14 +483,18 @@ def build_trace(
     torch_version: str = "",
     reach: Reach = Reach.SAVED,
     least_bytes: int = 0,
+    held: Mapping[int, int] = MappingProxyType({}),
     trains_from_ns: int | None = None,
 ) -> Recorded:
     """Return the trace of a logged step. `kinds` says what known storages (by serial) are for.
 
-    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it. `trains_from_ns`: when
-    autograd followed an operator for the first time in the step (None: it followed none).
+    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it; `held` are the keys, by
+    serial, of what the program holds that it can move. `trains_from_ns`: when autograd followed an operator for the
+    first time in the step (None: it followed none).
     """
-    builder = _Builder(names, static_bytes=static_bytes, is_operator=is_operator, reach=reach, least_bytes=least_bytes)
+    builder = _Builder(
+        names, static_bytes=static_bytes, is_operator=is_operator, reach=reach, least_bytes=least_bytes, held=held
+    )
     for entry in entries:
         builder.feed(entry)
     return builder.finish(end_ns, kinds or {}, model=model, torch_version=torch_version, trains_from_ns=trains_from_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -51,7 +51,10 @@ class Observation(Serials, Protocol):
 
 
 class Recorder:
-    """Logs one step at a time. `models` and `optimizers` only give names and kinds; any step can be recorded."""
+    """Logs one step at a time. `models` and `optimizers` only give names and kinds; any step can be recorded.
+
+    `held` says, when a step has ended, which storages the program holds that can move, by serial, and their keys.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,9 @@ class Recorder:
         *,
         reach: Reach = Reach.SAVED,
         least_bytes: int = 0,
+        held: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
+        self._held = held
         self._observation = observation
         self._reach = reach
         self._least_bytes = least_bytes
@@ -96,7 +101,7 @@ class Recorder:
         """Log from here on; `static_bytes` are live already, wherever they are."""
         self._static_bytes = static_bytes
         # By the end of the step, gradients that it found may be gone, and others in their place.
-        self._kinds_before = self._kinds() if self._reach is Reach.TOUCHED else {}
+        self._kinds_before = self._kinds() if self._reach is not Reach.SAVED else {}
         self._observation.observe(names=True, log=True)
         self._name_modules()
         self.recording = True
@@ -111,6 +116,8 @@ class Recorder:
         self._unhook()
         if log is None:
             return None
+        held = self._held()
+        reach = Reach.SAVED if self._reach is Reach.HELD and not held else self._reach
         recorded = build_trace(
             log.entries,
             log.names,
@@ -120,8 +127,9 @@ class Recorder:
             kinds={**self._kinds_before, **self._kinds()},
             model=type(models[0]).__name__ if (models := self.models()) else "",
             torch_version=torch.__version__,
-            reach=self._reach,
+            reach=reach,
             least_bytes=self._least_bytes,
+            held=held,
             trains_from_ns=None if trains_from_s is None else round(trains_from_s * 1e9),
         )
         trace = replace(recorded.trace, device=self._observation.device.type)

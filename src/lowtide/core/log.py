@@ -14,6 +14,8 @@ class Event(IntEnum):
     a block that is alive when the log starts. TOUCH (a: serial, b: 1 if it was written): a touch that no operator
     announced, seen by a page fault. LEFT (a: serial, b: bytes, c: 1 if they had to be written) and CAME_BACK (a:
     serial, b: bytes): pages of a block that is still alive.
+
+    An accelerator logs TICK (a: number) inside an operator: the tick of the step that it is, or that comes next.
     """
 
     ALLOC = 0
@@ -36,6 +38,7 @@ class Event(IntEnum):
     TOUCH = 17
     LEFT = 18
     CAME_BACK = 19
+    TICK = 20
 
 
 class LogEntry(NamedTuple):

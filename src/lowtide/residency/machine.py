@@ -138,9 +138,9 @@ class Residency:
         return commands
 
     def begin_step(self) -> None:
-        """Start to number events and keys from zero."""
+        """Start to number events and keys from zero. What is held, whose keys are below zero, keeps its own."""
         self._clock = 0
-        self._by_key.clear()
+        self._by_key = {key: record for key, record in self._by_key.items() if key < 0}
         self._deferred.clear()
 
     def react(self) -> None:

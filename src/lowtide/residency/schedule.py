@@ -13,7 +13,25 @@ from dataclasses import dataclass, field, replace
 from lowtide.capture.builder import Recorded
 from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Trace
+from lowtide.errors import PlanError
 from lowtide.plan.costs.curve import Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticks:
+    """What happens to what the program holds, by ticks of the step, whose `looks` have to be those of the step's own.
+
+    `leave`, `due` and `awaited` are as those of a `StepPlan`.
+    """
+
+    looks: tuple[int, ...]
+    leave: Mapping[int, tuple[int, ...]]
+    due: Mapping[int, tuple[int, ...]]
+    awaited: Mapping[int, tuple[int, ...]]
+
+    def stops(self) -> list[int]:
+        """Return the ticks at which something happens, ascending."""
+        return sorted({*self.leave, *self.due, *self.awaited})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +44,7 @@ class StepPlan:
     `awaited`: the keys whose transfer a synchronous plan waits for at an event, whether or not its bytes are needed.
     `stage`: the keys that are due so soon after an event that a tier further down should bring them closer.
     `needs[i]`: how much memory the step takes before its i-th event, beyond what is live (empty: not known).
+    `ticks`: what happens to what the program holds (None: the plan leaves it alone).
 
     `signature` is what each event of the step looked like; a step follows the plan only while its own events match.
     """
@@ -43,6 +62,7 @@ class StepPlan:
     awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stage: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
+    ticks: Ticks | None = None
 
     def need_bytes(self, event: int) -> int | None:
         """Return what the step takes after the event (-1: before the first), if that is known."""
@@ -112,7 +132,7 @@ class Requests:
         self._budget_bytes = plan.budget_bytes
         self._bytes_at = bytes_at
         ends = _Ends(recorded.trace, recorded.positions)
-        for swap in sorted(plan.swaps, key=_by_request):
+        for swap in sorted(_of_saved(plan, recorded), key=_by_request):
             key, end_op, _ = ends.of(swap.gap)
             if swap.fetch_op < end_op:
                 self._place(swap, key, end_op)
@@ -122,6 +142,8 @@ class Requests:
         return replace(plan, swaps=tuple(replace(swap, fetch_op=self._fetch_op(swap)) for swap in plan.swaps))
 
     def _fetch_op(self, swap: Swap) -> int:
+        if swap.gap.storage in self._recorded.held:
+            return swap.fetch_op
         event = self.event_of.get(swap)
         return _due_op(swap) if event is None else min(self._recorded.positions[event], _due_op(swap))
 
@@ -164,10 +186,11 @@ def compile_plan(
     event_of = (requests or Requests(plan, recorded)).event_of
     due: dict[int, list[int]] = {}
     awaited: dict[int, list[int]] = {}
-    for swap in sorted(plan.swaps, key=lambda swap: (swap.gap.after_op, swap.gap)):
+    swaps = _of_saved(plan, recorded)
+    for swap in sorted(swaps, key=lambda swap: (swap.gap.after_op, swap.gap)):
         key, _, event = ends.of(swap.gap)
         swapped.add(key, event)
-    for swap in sorted(plan.swaps, key=_by_request):
+    for swap in sorted(swaps, key=_by_request):
         key, _, _ = ends.of(swap.gap)
         if swap in event_of:
             due.setdefault(event_of[swap], []).append(key)
@@ -194,11 +217,55 @@ def compile_plan(
         calls=frozenset().union(*calls.values()),
         together={key: tuple(keys) for keys in together.values() for key in keys},
         reruns={key: frozenset(calls[op]) for op, keys in together.items() for key in keys},
-        uses=dict(enumerate(recorded.use_events)),
+        uses=dict(enumerate(recorded.use_events)) | _events_of_held(recorded),
         awaited=_frozen(awaited),
         stage=_staged(swapped.keys, due, recorded.use_events),
         needs=recorded.needs,
+        ticks=_ticks_of(plan, recorded),
     )
+
+
+def _of_saved(plan: Plan, recorded: Recorded) -> list[Swap]:
+    return [swap for swap in plan.swaps if swap.gap.storage not in recorded.held]
+
+
+def _ticks_of(plan: Plan, recorded: Recorded) -> Ticks | None:
+    """Return what a plan does with what the program holds, each at the first tick once its operator may begin.
+
+    What is to happen after the step's last tick does so at the first of the next one.
+    """
+    swaps = [swap for swap in plan.swaps if swap.gap.storage in recorded.held]
+    if not swaps:
+        return None
+    count, end = len(recorded.trace.ops), len(recorded.looks)
+    if not end or len(recorded.ticks) != count:
+        raise PlanError(f"the plan moves {len(swaps)} storages that the program holds, in a step without ticks")
+
+    def tick(op: int) -> int:
+        return recorded.ticks[op % count] % end
+
+    leave: dict[int, list[int]] = {}
+    due: dict[int, list[int]] = {}
+    awaited: dict[int, list[int]] = {}
+    for swap in sorted(swaps, key=lambda swap: (swap.gap.after_op, swap.gap)):
+        leave.setdefault(tick(swap.gap.after_op), []).append(recorded.held[swap.gap.storage])
+    for swap in sorted(swaps, key=_by_request):
+        key = recorded.held[swap.gap.storage]
+        if swap.fetch_op < swap.gap.before_op:
+            due.setdefault(tick(swap.fetch_op), []).append(key)
+        for barrier_op in (swap.landed_op, swap.arrived_op):
+            if barrier_op is not None and barrier_op < swap.gap.before_op:
+                awaited.setdefault(tick(barrier_op), []).append(key)
+    return Ticks(looks=recorded.looks, leave=_frozen(leave), due=_frozen(due), awaited=_frozen(awaited))
+
+
+def _events_of_held(recorded: Recorded) -> dict[int, tuple[int, ...]]:
+    """Return at which events what the program holds is touched, as near as events tell."""
+    touches = recorded.trace.touches() if recorded.held else ()
+    return {
+        key: tuple(bisect_left(recorded.positions, op) for op in touches[storage])
+        for storage, key in recorded.held.items()
+    }
 
 
 def _by_request(swap: Swap) -> tuple[int, int, Gap]:

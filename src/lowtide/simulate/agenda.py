@@ -29,7 +29,8 @@ class Record:
     bytes are on the tier only. `discarded`: they are nowhere. `landed_s`: when the write under way, or the last one,
     lands. `arrives_s`: when the read under way ends (-1: none is). `touched_s`: when it was last written or read.
     `saved`: autograd saved it, so that it may leave in its gaps only. `lives_on`: it is there in every step, and its
-    state goes on from one to the next. `inherited`: so does its state, until the next step has freed it. `option` is the price of its last planned absence (None: there was none yet).
+    state goes on from one to the next. `inherited`: so does its state, until the next step has freed it.
+    `option` is the price of its last planned absence (None: there was none yet).
     """
 
     storage: int

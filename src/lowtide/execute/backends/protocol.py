@@ -197,6 +197,10 @@ class ShellMemory(Protocol):
         """Make the storage of a tensor a record; return its number and bytes (None: it is one, or cannot be)."""
         ...
 
+    def shells_in_log(self) -> dict[int, int]:
+        """Return the keys of all records that may leave, by the numbers that the log has for their storages."""
+        ...
+
     def bury_shells(self) -> None:
         """Forget the storages that no code holds any more."""
         ...

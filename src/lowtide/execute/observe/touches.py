@@ -46,6 +46,10 @@ class Toucher(Protocol):
         """Take note that the operator has ended."""
         ...
 
+    def ticked(self, number: int) -> None:
+        """Do what the plan that is followed wants at a tick of the step. Raises nothing."""
+        ...
+
     def address_asked(self, storage: int) -> None:
         """Give a storage its block for good: a program asks for its address."""
         ...
@@ -77,6 +81,19 @@ class _Native:
         tell = holding_gil.lo_tell_touches
         tell.argtypes, tell.restype = [ctypes.py_object, ctypes.py_object], None
         tell(_touched, _left)
+        tell_ticks = holding_gil.lo_tell_ticks
+        tell_ticks.argtypes, tell_ticks.restype = [ctypes.py_object], None
+        tell_ticks(_ticked)
+        self.begin_ticks = holding_gil.lo_begin_ticks
+        self.begin_ticks.argtypes, self.begin_ticks.restype = [ctypes.c_int], None
+        looks, stops = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_int64)
+        self.follow_ticks = holding_gil.lo_follow_ticks
+        self.follow_ticks.argtypes = [ctypes.c_int, looks, ctypes.c_size_t, stops, ctypes.c_size_t]
+        self.tick = holding_gil.lo_tick
+        self.tick.argtypes, self.tick.restype = [ctypes.c_int, text], ctypes.c_int64
+        self.end_ticks = holding_gil.lo_end_ticks
+        self.end_ticks.argtypes = [ctypes.c_int, looks, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int)]
+        self.end_ticks.restype = ctypes.c_size_t
 
 
 @cache
@@ -146,6 +163,13 @@ def _left(tokens: Token, _nothing: None) -> None:
             toucher.left(token)
 
 
+def _ticked(device: int, number: int) -> None:
+    with _apart():
+        for toucher in _touchers.copy():
+            if toucher.device.index == device:
+                toucher.ticked(number)
+
+
 @contextmanager
 def _using(name: str, storages: list[tuple[int, bool]]) -> Iterator[None]:
     """Bring back the storages that a call uses which is not an operator."""
@@ -161,6 +185,43 @@ def _address_asked(storage: int) -> None:
     with _apart():
         for toucher in _touchers.copy():
             toucher.address_asked(storage)
+
+
+# ---- ticks: see Note [Ticks] ----
+
+
+class Ticks(NamedTuple):
+    """The ticks of a step that has ended, by what they looked like; `followed`: they were those of the plan."""
+
+    looks: tuple[int, ...]
+    followed: bool
+
+
+def begin_ticks(device: torch.device) -> None:
+    """Begin to count the operators of a step that a listener looks at."""
+    _native().begin_ticks(device.index)
+
+
+def follow_ticks(device: torch.device, looks: Sequence[int], stops: Sequence[int]) -> bool:
+    """Call `ticked` at these ticks, while they look like this; False: those so far did not. `stops` are ascending."""
+    expected, chosen = (ctypes.c_uint64 * len(looks))(*looks), (ctypes.c_int64 * len(stops))(*stops)
+    return bool(_native().follow_ticks(device.index, expected, len(looks), chosen, len(stops)))
+
+
+def tick(device: torch.device, operator: str) -> int:
+    """Return the tick that the operator is that this thread begins, or else the next one (-1: no step runs)."""
+    return int(_native().tick(device.index, operator.encode()))
+
+
+def end_ticks(device: torch.device) -> Ticks:
+    """Count no more."""
+    followed, most = ctypes.c_int(), 1 << 12
+    while True:
+        seen = (ctypes.c_uint64 * most)()
+        count = int(_native().end_ticks(device.index, seen, most, ctypes.byref(followed)))
+        if count <= most:
+            return Ticks(tuple(seen[:count]), bool(followed.value))
+        most = count
 
 
 # ---- blocks ----

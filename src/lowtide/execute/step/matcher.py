@@ -6,6 +6,7 @@ beginning takes over, and where there is none the step is reactive (R8).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowtide.residency.schedule import StepPlan
@@ -38,6 +39,11 @@ class Matcher:
         self.signature = []
         self._followed = self._plans[0] if self._plans else None
         return self._followed
+
+    @property
+    def plans(self) -> Sequence[StepPlan]:
+        """All known plans, the one that was followed last first."""
+        return self._plans
 
     @property
     def followed(self) -> StepPlan | None:

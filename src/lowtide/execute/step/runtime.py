@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.autograd.kept import KeptTensor, is_parameter
 from lowtide.execute.backends.protocol import Packed, StepMemory
+from lowtide.execute.observe import touches
 from lowtide.execute.observe.operators import can_watch
 from lowtide.execute.recompute.remaker import Remaker
 from lowtide.execute.recompute.rerun import OperandChanged
@@ -66,6 +67,8 @@ class Runtime(Touching):
             self.machine.discards = self._remakes and self._policy.about.discards_victims
             self._key_of.clear()
             self._next_key = 0
+            if self._watching:
+                touches.begin_ticks(self.device)
             self._follow(self.matcher.begin() is not None)
             self._expect()
             if self.remaker is not None:
@@ -100,14 +103,14 @@ class Runtime(Touching):
             self.remaker.forget_step()
 
     def figures(self) -> dict[str, object]:
-        """Return what running operators again came to, for `Tide.stats`."""
-        if self.remaker is None:
-            return {"recomputed_ops": 0, "recompute_s": 0.0}
-        return {"recomputed_ops": self.remaker.ran, "recompute_s": self.remaker.busy_s}
+        """Return what running operators again came to, and steps that left the plan, for `Tide.stats`."""
+        ran, busy_s = (0, 0.0) if self.remaker is None else (self.remaker.ran, self.remaker.busy_s)
+        return {"recomputed_ops": ran, "recompute_s": busy_s, "steps_off_plan": self.steps_off_plan}
 
     def _follow(self, planned: bool) -> None:
-        plan = self.matcher.followed
-        if not planned or plan is None:
+        plan = self.matcher.followed if planned else None
+        self._follow_ticks(plan)
+        if plan is None:
             self.machine.react()
         elif self._remakes:
             self._run(self.machine.follow(swapped=plan.swapped, uses=plan.uses, discarded=plan.discarded))
@@ -140,6 +143,11 @@ class Runtime(Touching):
             self._hooked = False
             if self.remaker is not None:
                 self.remaker.unwatch()
+
+    @property
+    def moves_held(self) -> bool:
+        """Whether a plan is known that moves what the program holds."""
+        return any(plan.ticks is not None for plan in self.matcher.plans)
 
     # ---- autograd's side ----
 

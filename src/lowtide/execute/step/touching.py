@@ -21,6 +21,7 @@ from lowtide.execute.step.driver import Driver
 from lowtide.execute.step.held import STATE, Owner, held_by
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
+from lowtide.residency.schedule import StepPlan, Ticks
 
 
 class _Lent(NamedTuple):
@@ -43,6 +44,8 @@ class Touching(Driver):
         self._least_bytes = least_bytes
         self._owners: list[weakref.ref[Owner]] = []
         self._watching = False
+        self._ticks: Ticks | None = None
+        self.steps_off_plan = 0
         self._lending = Lending(self._memory_lent)
 
     # ---- holders ----
@@ -104,6 +107,50 @@ class Touching(Driver):
             self._watching = False
             touches.unwatch(self.device)
             self._lending.off()
+
+    def held_keys(self) -> dict[int, int]:
+        """Return the storages that the program holds and that may leave, by their numbers in the log, and their keys."""
+        shells = self.backend.shells
+        return {} if shells is None or not self._watching else shells.shells_in_log()
+
+    # ---- ticks ----
+
+    def _follow_ticks(self, plan: StepPlan | None) -> None:
+        """Stop at the ticks of a plan, from here on."""
+        ticks = None if plan is None else plan.ticks
+        self._ticks = ticks if self._watching else None
+        if self._watching:
+            stops = () if ticks is None else ticks.stops()
+            touches.follow_ticks(self.device, () if ticks is None else ticks.looks, stops)
+
+    def ticked(self, number: int) -> None:
+        """Send away what has been touched for now, and fetch what is touched before long, as the plan wants."""
+        ticks = self._ticks
+        if ticks is None:
+            return
+        try:
+            with self._lock:
+                self._settle()
+                if leave := ticks.leave.get(number):
+                    self._run(self.machine.on(e.Leave(leave)))
+                    self._settle()  # nobody else holds it: it leaves now
+                self._run(self.machine.retry_deferred())
+                if due := ticks.due.get(number):
+                    self._run(self.machine.on(e.Due(due)))
+                awaited = self.machine.moving(ticks.awaited.get(number, ()))
+            self._await(awaited)
+        except BaseException as error:  # noqa: BLE001  # it is raised where the program runs Python next, or steps end
+            self.failure = self.failure or error
+
+    def end_ticks(self) -> tuple[int, ...]:
+        """Count no more ticks of this step; return what they looked like."""
+        if not self._watching:
+            return ()
+        ended = touches.end_ticks(self.device)
+        if self._ticks is not None and not ended.followed:
+            self.steps_off_plan += 1
+        self._ticks = None
+        return ended.looks
 
     # ---- touches ----
 

@@ -15,7 +15,7 @@ from lowtide.capture.recorder import Recorder
 from lowtide.core.machine import Machine
 from lowtide.core.plan import Plan, Problem
 from lowtide.core.step_record import Expected, StepRecord
-from lowtide.core.trace import Trace
+from lowtide.core.trace import Reach, Trace
 from lowtide.core.units import format_bytes
 from lowtide.errors import BadArgument
 from lowtide.estimate.calibrate import SPILL
@@ -74,7 +74,14 @@ class DeviceTide(Tide):
             self._runtime = Runtime(
                 self._backend, self._policy, least_bytes=self._least_bytes, remakes=recompute and not moves_nothing
             )
-            self._recorder = Recorder(self._backend, models, optimizers)
+            self._recorder = Recorder(
+                self._backend,
+                models,
+                optimizers,
+                reach=Reach.HELD if self._moves and self._backend.shells is not None else Reach.SAVED,
+                least_bytes=self._least_bytes,
+                held=self._runtime.held_keys,
+            )
             try:
                 if self._moves:
                     self._runtime.know_holders([*models, *optimizers])
@@ -96,6 +103,7 @@ class DeviceTide(Tide):
         self._trace: Trace | None = None
         self._plan: Plan | None = None
         self._step_stall_s = 0.0
+        self._looks: tuple[int, ...] = ()
         self._step_figures: dict[str, object] = {}
         self._static_bytes = self._held_bytes()
         if self._moves:
@@ -149,7 +157,8 @@ class DeviceTide(Tide):
         self._static_bytes = self._held_bytes()
         recording = self._alert > 0
         if self._moves:
-            self._runtime.watch_touches(self._under_pressure or self._backend.refusals > 0)
+            pressed = self._under_pressure or self._backend.refusals > 0
+            self._runtime.watch_touches(recording or pressed or self._runtime.moves_held)
         self._runtime.begin_step(recording=recording)
         if recording:
             self._recorder.start(static_bytes=self._held_bytes())
@@ -171,6 +180,7 @@ class DeviceTide(Tide):
     def finish_step(self) -> None:
         """Do what belongs to a step that went well; it has ended when this returns."""
         self._inside = False
+        self._looks = self._runtime.end_ticks()
         try:
             with self.turning_refusals_into_errors():
                 self._runtime.end_step()
@@ -206,6 +216,7 @@ class DeviceTide(Tide):
 
     def abandon_step(self) -> None:
         self._inside = False
+        self._runtime.end_ticks()
         self._runtime.abandon_step()
         self._backend.rest()
         self._recorder.cancel()
@@ -229,6 +240,7 @@ class DeviceTide(Tide):
             # Another kind of step than all before is planned once it repeats; the very first at once.
             repeats = not self._recorded or hash(signature) in self._seen
             if recorded is not None:
+                recorded = replace(recorded, looks=self._looks)
                 self._trace = recorded.trace
             if recorded is not None and times_recorded < _RECORDINGS and (repeats or followed is not None):
                 problem = self._problem(recorded)

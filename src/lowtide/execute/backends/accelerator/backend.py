@@ -61,7 +61,6 @@ class AcceleratorBackend(Remaking):
         self._failed: BaseException | None = None
         self._expected_bytes = 0
         self._refused: tuple[str, int] = ("an operator", 0)  # what was refused last, and what it would have taken
-        self._taken: OperatorLog | None = None  # the log taken last: it still knows the storages by number
 
     # ---- budget ----
 

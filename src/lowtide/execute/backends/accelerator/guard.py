@@ -16,17 +16,17 @@ two threads may use one device at a time: what such operators took there cannot 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lowtide.capture.schema import Argument, given, is_operator, tensors_in, written_arguments
+from lowtide.capture.schema import Argument, given, is_operator, tensors_in, unsaid_statistics, written_arguments
 from lowtide.execute.backends.accelerator.log import Operand, OperatorLog
 from lowtide.execute.backends.accelerator.memory import DeviceMemory, Span
-from lowtide.execute.observe import operators
+from lowtide.execute.observe import operators, touches
 from lowtide.execute.observe.operators import Operator
 
 _KNOWN_AT_MOST = 1 << 16
@@ -64,7 +64,8 @@ class _Traits(NamedTuple):
 @cache
 def _traits(operator: Operator) -> _Traits:
     schema = operator._schema
-    return _Traits(name=schema.name, computes=is_operator(schema.name), written=written_arguments(schema))
+    written = (*written_arguments(schema), *unsaid_statistics(schema))
+    return _Traits(name=schema.name, computes=is_operator(schema.name), written=written)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,7 @@ class _Running:
     times: _Times | None = None
     stream: torch.Stream | None = None
     number: int | None = None
+    tick: int = -1
 
 
 class Guard:
@@ -177,6 +179,7 @@ class Guard:
             changed=tuple(tensor for tensor in given(traits.written, args, kwargs) if self._is_tracked(tensor)),
             stream=stream,
             number=number,
+            tick=touches.tick(self.device, traits.name),
         )
         self.log.catch_up(running.span.base_bytes)
         self.log.begin(running.reads, [_operand(tensor) for tensor in running.changed])
@@ -210,11 +213,12 @@ class Guard:
         token.log.operator(
             token.traits.name,
             token.reads,
-            writes + [_operand(tensor) for tensor in token.changed],
+            writes + [_changed(tensor, token.reads) for tensor in token.changed],
             span=token.times,
             live_bytes=token.span.live_bytes,
             peak_bytes=token.span.peak_bytes,
             call=token.number,
+            tick=token.tick,
         )
 
     def failed(self, error: Exception) -> None:
@@ -267,6 +271,13 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
 def _operand(tensor: torch.Tensor) -> Operand:
     """Return a tensor as the log needs it."""
     return Operand(tensor.untyped_storage(), 0 if tensor.is_inference() else tensor._version)
+
+
+def _changed(tensor: torch.Tensor, reads: Sequence[Operand]) -> Operand:
+    """Return a tensor that an operator has changed, which not all count: not those on lists, nor a normalisation."""
+    after = _operand(tensor)
+    before = max((each.version for each in reads if each.storage._cdata == after.storage._cdata), default=-1)
+    return after._replace(version=max(after.version, before + 1))
 
 
 def _key(operator: Operator, args: Any, kwargs: Any) -> Hashable:

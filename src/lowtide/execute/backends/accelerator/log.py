@@ -169,10 +169,11 @@ class OperatorLog:
         live_bytes: int,
         peak_bytes: int,
         call: int | None = None,
+        tick: int = -1,
     ) -> None:
         """Log a call that has ended; `live_bytes` and `peak_bytes` as the allocator counts, `span` if it computes.
 
-        `call`: its number among the step's calls, if they are numbered.
+        `call`: its number among the step's calls, if they are numbered; `tick`: the tick that it is, or the next one.
         """
         scope = Scope.BACKWARD if torch._C._current_graph_task_id() != -1 else Scope.USER if self.updating else None
         outer = self._number(_BACKWARD if scope is Scope.BACKWARD else _UPDATE)
@@ -183,6 +184,8 @@ class OperatorLog:
             self.add(Logged.OP_BEGIN, number, Scope.FUNCTION)
             if call is not None:
                 self.add(Logged.CALL, call)
+            if tick >= 0:
+                self.add(Logged.TICK, tick)
             self._spans.append(span)
         for operand in reads:  # also those of a view: its result is not a new storage
             serial = self.serial_of(operand.storage)

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import BudgetTooSmall, SpillError
+from lowtide.execute.backends.accelerator.log import OperatorLog
 from lowtide.execute.backends.accelerator.records import End, Record, flat
 from lowtide.execute.backends.accelerator.traffic import Traffic
 from lowtide.execute.backends.oom_messages import AWAY
@@ -93,6 +94,7 @@ class Shells(Traffic):
         super().__init__(*args, **kwargs)
         self.on_shortage: Callable[[], bool] = lambda: False
         self._shells: dict[int, Shell] = {}
+        self._taken: OperatorLog | None = None  # the log taken last: it still knows the storages by number
 
     @property
     def shells(self) -> Shells | None:
@@ -115,6 +117,12 @@ class Shells(Traffic):
             self._shells[shell.owner] = shell
             self._records[shell.number] = shell
         return shell.number, shell.nbytes
+
+    def shells_in_log(self) -> dict[int, int]:
+        with self._lock:
+            shells = [shell for shell in self._shells.values() if not (shell.is_gone or shell.stays)]
+        log = self._guard.log or self._taken
+        return {} if log is None else {log.serial_of(shell.held()): -shell.number for shell in shells}
 
     def bury_shells(self) -> None:
         """Forget the storages that no code holds any more, and our copies of them."""

@@ -244,6 +244,11 @@ void on_end_named(const at::RecordFunction&, at::ObserverContext* context) {
 }
 
 }  // namespace
+
+bool is_unseen() {
+  return unseen > 0;
+}
+
 }  // namespace lowtide
 
 using namespace lowtide;

@@ -46,6 +46,9 @@ const char* overload_of(const Function& fn) {
     return "";
 }
 
+// Whether what this thread runs is not to be seen: it is not the program's.
+bool is_unseen();
+
 using Values = c10::ArrayRef<const c10::IValue>;
 
 // Whoever calls through the boxed interface, as TorchScript does, shows the whole stack: the last values are the call's.

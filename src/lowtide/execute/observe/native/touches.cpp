@@ -7,6 +7,12 @@
 // Note [Who is told]: every operator on every thread, views apart, is looked at before it runs. Python is told if an operand
 // is a shell, or was put back for another operator that still runs: its streams have to be ordered as well. What an
 // operator uses is known until it ends, so that no block is taken from under it.
+//
+// Note [Ticks]: while a step runs, the operators that are looked at are counted, for each device on its own: these are the
+// step's ticks, and what they look like is remembered. A step that follows a plan stops at some of them to do what that wants;
+// at the first tick that does not look as the plan expects it follows nothing any more. What Lowtide runs itself is no tick.
+// An operator looks like its name, without the underscore of one that works in place (autograd adds gradients in place or
+// not, as it finds them held), and like the bytes of its operands.
 #include <Python.h>
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +23,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,6 +42,7 @@ using c10::StorageImpl;
 
 PyObject* touched = nullptr;  // set once, before anything is looked at, and never freed
 PyObject* left = nullptr;
+PyObject* ticked = nullptr;
 
 std::atomic<int> device_type{-1};
 std::atomic<size_t> least_bytes{0};
@@ -43,6 +51,8 @@ std::atomic<size_t> least_bytes{0};
 struct Use : at::ObserverContext {
   std::vector<StorageImpl*> storages, told;
   PyObject* token = nullptr;
+  const char* name = nullptr;
+  int64_t tick = -1;  // its number in the step; -1: it has none
   ~Use() override;
 };
 
@@ -51,6 +61,31 @@ std::mutex mutex;
 std::set<Use*> running;
 std::unordered_map<StorageImpl*, bool> lent;  // put back for operators that run, and whether one of them writes it
 std::set<std::pair<int, int64_t>> streams;    // on which storages were used, by device
+
+// One step on one device; see Note [Ticks].
+struct Clock {
+  bool running = false, following = false;
+  std::vector<uint64_t> seen, expected;
+  std::vector<int64_t> stops;  // ascending
+  size_t next_stop = 0;
+
+  // Count a tick; returns its number (-1: no step runs).
+  int64_t count(uint64_t look) {
+    if (!running) return -1;
+    size_t number = seen.size();
+    seen.push_back(look);
+    following = following && number < expected.size() && expected[number] == look;
+    return static_cast<int64_t>(number);
+  }
+
+  bool stops_at(int64_t number) {
+    if (!following) return false;
+    while (next_stop < stops.size() && stops[next_stop] < number) ++next_stop;
+    return next_stop < stops.size() && stops[next_stop] == number;
+  }
+};
+
+std::unordered_map<int, Clock> clocks;  // by device; guarded by `mutex`
 
 thread_local std::vector<Use*> mine;
 
@@ -99,6 +134,7 @@ void allow(S* storage) {
 struct Facts {
   std::string name, overload;
   std::optional<c10::OperatorHandle> op;  // none: it touches nothing
+  uint64_t hash = 0;
   std::vector<bool> writes;
 };
 
@@ -124,7 +160,9 @@ const Facts& facts_of(const at::RecordFunction& fn) {
   auto found = known.find(fn.name());
   if (found != known.end() && found->second.name == fn.name() && found->second.overload == overload)
     return found->second;
-  Facts facts{fn.name(), overload, std::nullopt, {}};
+  Facts facts{fn.name(), overload, std::nullopt, 0, {}};
+  std::string name = facts.name.substr(0, facts.name.find_last_not_of('_') + 1);
+  facts.hash = std::hash<std::string>()(name);
   if (auto name = fn.operator_name()) facts.op = c10::Dispatcher::singleton().findSchema(*name);
   if (facts.op && only_looks(facts.op->schema())) facts.op.reset();
   if (facts.op)
@@ -184,11 +222,31 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& fn) {
   auto use = std::make_unique<Use>();
   for (const Operand& operand : operands) use->storages.push_back(operand.storage);
   c10::Stream stream = c10::impl::getDeviceGuardImpl(where->type())->getStream(*where);
-  std::vector<Operand> news;
+  use->name = fn.name();
+  uint64_t look = facts.hash;
+  for (const Operand& operand : operands) look = look * 1099511628211u + operand.storage->nbytes();
+  bool stops = false;
   {
     std::lock_guard<std::mutex> guard(mutex);
     running.insert(use.get());
     streams.emplace(where->index(), stream.id());
+    if (!is_unseen()) {
+      Clock& clock = clocks[where->index()];
+      use->tick = clock.count(look);
+      stops = clock.stops_at(use->tick);
+    }
+  }
+  if (stops) {
+    WithGil gil;
+    PyObject* index = PyLong_FromLong(where->index());
+    PyObject* number = PyLong_FromLongLong(use->tick);
+    Py_XDECREF(tell(ticked, index, number));
+    Py_XDECREF(index);
+    Py_XDECREF(number);
+  }
+  std::vector<Operand> news;
+  {
+    std::lock_guard<std::mutex> guard(mutex);
     for (const Operand& operand : operands) {
       auto found = lent.find(operand.storage);
       if (found != lent.end()) found->second |= operand.written;
@@ -239,6 +297,52 @@ void lo_tell_touches(PyObject* call_before, PyObject* call_after) {
   Py_INCREF(call_after);
   touched = call_before;
   left = call_after;
+}
+
+// Call `ticked(device, number)` at the ticks at which a followed plan stops.
+void lo_tell_ticks(PyObject* call) {
+  Py_INCREF(call);
+  ticked = call;
+}
+
+// Begin to count a device's ticks.
+void lo_begin_ticks(int device) {
+  std::lock_guard<std::mutex> guard(mutex);
+  Clock& clock = clocks[device];
+  clock = Clock();
+  clock.running = true;
+}
+
+// Follow a plan of the step from the next tick on; 0: the step does not look like it so far, and follows none.
+int lo_follow_ticks(int device, const uint64_t* expected, size_t count, const int64_t* stops, size_t stop_count) {
+  std::lock_guard<std::mutex> guard(mutex);
+  Clock& clock = clocks[device];
+  clock.expected.assign(expected, expected + count);
+  clock.stops.assign(stops, stops + stop_count);
+  clock.next_stop = static_cast<size_t>(
+      std::lower_bound(clock.stops.begin(), clock.stops.end(), static_cast<int64_t>(clock.seen.size())) - clock.stops.begin());
+  clock.following = clock.running && clock.seen.size() <= count &&
+      std::equal(clock.seen.begin(), clock.seen.end(), clock.expected.begin());
+  return clock.following;
+}
+
+// The number of the tick that the operator of this name is which this thread begins, or, if it is none, of the next one.
+int64_t lo_tick(int device, const char* name) {
+  std::lock_guard<std::mutex> guard(mutex);
+  Clock& clock = clocks[device];
+  if (!clock.running) return -1;
+  if (!mine.empty() && mine.back()->tick >= 0 && std::string(mine.back()->name) == name) return mine.back()->tick;
+  return static_cast<int64_t>(clock.seen.size());
+}
+
+// Count no more; returns how many ticks there were and, of at most `most`, how they looked. `followed`: all as expected.
+size_t lo_end_ticks(int device, uint64_t* seen, size_t most, int* followed) {
+  std::lock_guard<std::mutex> guard(mutex);
+  Clock& clock = clocks[device];
+  clock.running = false;
+  *followed = clock.following && clock.seen.size() == clock.expected.size();
+  std::copy_n(clock.seen.begin(), std::min(most, clock.seen.size()), seen);
+  return clock.seen.size();
 }
 
 // Look at the operators of all threads: at their storages of `least` bytes and more on this type of device.
