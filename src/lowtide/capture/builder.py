@@ -42,6 +42,19 @@ class Scope(IntEnum):
     USER = 7
 
 
+_GRADIENTS = 1 << 40
+
+
+def gradient_key(parameter: int) -> int:
+    """Return the key of the gradient that a step makes, from that of its parameter. Both are below zero."""
+    return parameter - _GRADIENTS
+
+
+def parameter_key(key: int) -> int | None:
+    """Return the key of the parameter whose gradient has this key (None: it is not that of a gradient)."""
+    return key + _GRADIENTS if key < -_GRADIENTS else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """A trace, and where in it each save and use of the step fell.
@@ -139,8 +152,9 @@ class _Builder:
         reach: Reach,
         least_bytes: int,
         held: Mapping[int, int],
+        gradients: Mapping[int, int],
     ) -> None:
-        self.held = held
+        self.held, self.gradients = held, gradients
         self.names = names
         self.is_operator = is_operator
         self.static_bytes = static_bytes
@@ -404,7 +418,7 @@ class _Builder:
             before_training_s=self._before_s(trains_from_ns, trace.ops),
             serials=tuple(block.serial for block in self.blocks) if touched else (),
             births=tuple(block.birth for block in self.blocks) if touched else (),
-            held={self.block_of[serial]: key for serial, key in self.held.items() if serial in self.block_of},
+            held={index: key for index, block in enumerate(self.blocks) if (key := self._key(block)) is not None},
             ticks=tuple(self.ticks[op] for op in range(last)) if len(self.ticks) == last else (),
         )
 
@@ -441,6 +455,18 @@ class _Builder:
         block = self.blocks[storage]
         return block.nbytes > 0 and not (self.reach is Reach.TOUCHED and block.maker == op)
 
+    def _can_be_named(self, block: _Block) -> bool:
+        """Tell whether a plan finds a storage again in the next step; what that does not have any more need not be."""
+        if block.maker is None:
+            return block.serial in self.held or block.last_op is not None
+        return self.gradients.get(block.serial) in self.held
+
+    def _key(self, block: _Block) -> int | None:
+        if block.maker is None:
+            return self.held.get(block.serial) if block.last_op is None else None
+        parameter = self.gradients.get(block.serial)
+        return None if parameter not in self.held else gradient_key(self.held[parameter])
+
     def _storage(self, index: int, block: _Block, kind_of: Mapping[int, Kind], saved: bool) -> Storage:
         touched = self.reach is Reach.TOUCHED
         first = -1 if block.maker is None else block.maker
@@ -457,7 +483,8 @@ class _Builder:
                 kind = Kind.INPUT if block.last_op is None else Kind.OTHER
             else:
                 kind = Kind.SCRATCH if first == last else Kind.OTHER
-        if self.reach is Reach.HELD and kind in HELD_KINDS and block.serial not in self.held:
+        is_worth_moving = self.reach is Reach.HELD and block.nbytes >= self.least_bytes
+        if kind in HELD_KINDS and is_worth_moving and not self._can_be_named(block):
             kind = Kind.OTHER  # it stays where it is: the program knows its address, for one
         # Large memory that is not a range is another allocator's: no budget counts it, and it cannot leave.
         foreign = touched and not block.counted and block.nbytes >= RANGE_BYTES
@@ -484,16 +511,23 @@ def build_trace(
     reach: Reach = Reach.SAVED,
     least_bytes: int = 0,
     held: Mapping[int, int] = MappingProxyType({}),
+    gradients: Mapping[int, int] = MappingProxyType({}),
     trains_from_ns: int | None = None,
 ) -> Recorded:
     """Return the trace of a logged step. `kinds` says what known storages (by serial) are for.
 
-    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it; `held` are the keys, by
-    serial, of what the program holds that it can move. `trains_from_ns`: when autograd followed an operator for the
-    first time in the step (None: it followed none).
+    `reach` says what its executor can move, and `least_bytes` from which size on it is worth it; `held` are the keys,
+    by serial, of what the program holds that it can move, and `gradients` the serials of their parameters.
+    `trains_from_ns`: when autograd followed an operator for the first time in the step (None: it followed none).
     """
     builder = _Builder(
-        names, static_bytes=static_bytes, is_operator=is_operator, reach=reach, least_bytes=least_bytes, held=held
+        names,
+        static_bytes=static_bytes,
+        is_operator=is_operator,
+        reach=reach,
+        least_bytes=least_bytes,
+        held=held,
+        gradients=gradients,
     )
     for entry in entries:
         builder.feed(entry)

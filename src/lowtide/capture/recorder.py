@@ -124,12 +124,13 @@ class Recorder:
             static_bytes=self._static_bytes,
             end_ns=end_ns if log.end_ns is None else log.end_ns,
             is_operator=is_operator,
-            kinds={**self._kinds_before, **self._kinds()},
+            kinds={**self._kinds_before, **dict.fromkeys(log.gradients, Kind.GRAD), **self._kinds()},
             model=type(models[0]).__name__ if (models := self.models()) else "",
             torch_version=torch.__version__,
             reach=reach,
             least_bytes=self._least_bytes,
             held=held,
+            gradients=log.gradients,
             trains_from_ns=None if trains_from_s is None else round(trains_from_s * 1e9),
         )
         trace = replace(recorded.trace, device=self._observation.device.type)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -58,10 +59,11 @@ class Log:
 
     `end_ns` is when it ended by the log's own clock (None: by the host's). `needs[i]` is how far live bytes rose,
     beyond what was moved, between the i-th save or use and the next (`needs[0]`: before the first); empty if not
-    measured.
+    measured. `gradients` are those that an optimizer was about to use, each with its parameter.
     """
 
     entries: list[LogEntry]
     names: list[str]
     end_ns: int | None = None
     needs: tuple[int, ...] = ()
+    gradients: Mapping[int, int] = field(default_factory=dict)

@@ -231,7 +231,9 @@ class Trace:
         return block.first_op < 0 and block.last_op >= len(self.ops)
 
     def _is_held(self, storage: int) -> bool:
-        return self.lives_on(storage) and self.storages[storage].kind in HELD_KINDS
+        """Tell whether a storage moves by touches beside those that move as autograd saved them."""
+        kind, is_made = self.storages[storage].kind, self.storages[storage].first_op >= 0
+        return (kind is Kind.GRAD and is_made) or (kind in HELD_KINDS and self.lives_on(storage))
 
     def heirs(self) -> Mapping[int, int]:
         """Return the storages that the step makes and the next one frees, each with its place in that one.
@@ -240,11 +242,13 @@ class Trace:
         is what the step before has made and left alive. Those of one kind and size are paired in their order; a pair
         counts if the found one is freed before the made one is there, so that there is never more than one of the two.
         """
-        if self.reach is not Reach.TOUCHED:
+        if not self.repeats:
             return MappingProxyType({})
         made: dict[tuple[Kind, int], list[int]] = {}
         found: dict[tuple[Kind, int], list[int]] = {}
         for storage, block in enumerate(self.storages):
+            if self.reach is Reach.HELD and block.kind is not Kind.GRAD:
+                continue
             leaves = block.last_op >= len(self.ops)
             if leaves != (block.first_op < 0):
                 (made if leaves else found).setdefault((block.kind, block.nbytes), []).append(storage)

@@ -15,6 +15,7 @@ from lowtide.core.plan import Plan, Swap
 from lowtide.core.trace import Gap, Trace
 from lowtide.errors import PlanError
 from lowtide.plan.costs.curve import Curve
+from lowtide.plan.costs.sweep import ends_unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +242,8 @@ def _ticks_of(plan: Plan, recorded: Recorded) -> Ticks | None:
     if not end or len(recorded.ticks) != count:
         raise PlanError(f"the plan moves {len(swaps)} storages that the program holds, in a step without ticks")
 
+    unused = ends_unused(recorded.trace)
+
     def tick(op: int) -> int:
         return recorded.ticks[op % count] % end
 
@@ -251,7 +254,7 @@ def _ticks_of(plan: Plan, recorded: Recorded) -> Ticks | None:
         leave.setdefault(tick(swap.gap.after_op), []).append(recorded.held[swap.gap.storage])
     for swap in sorted(swaps, key=_by_request):
         key = recorded.held[swap.gap.storage]
-        if swap.fetch_op < swap.gap.before_op:
+        if swap.fetch_op < swap.gap.before_op and unused.get(swap.gap.storage) != swap.gap.before_op:
             due.setdefault(tick(swap.fetch_op), []).append(key)
         for barrier_op in (swap.landed_op, swap.arrived_op):
             if barrier_op is not None and barrier_op < swap.gap.before_op:

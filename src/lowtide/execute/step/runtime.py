@@ -288,6 +288,7 @@ class Runtime(Touching):
                 self.remaker.want(self._wanted_calls())
         self._expect()
         self._leave(turn.leave, turn.forget)
+        self._leave_held()
         self._run(self.machine.retry_deferred())
         if turn.due:
             self._run(self.machine.on(e.Due(turn.due)))

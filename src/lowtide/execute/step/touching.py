@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.errors import BudgetTooSmall
+from lowtide.capture.builder import parameter_key
 from lowtide.execute.backends.oom_messages import AWAY
 from lowtide.execute.backends.protocol import ShellMemory, StepMemory
 from lowtide.execute.observe import touches
@@ -18,7 +19,7 @@ from lowtide.execute.observe.operators import is_aside
 from lowtide.execute.observe.touches import Touch
 from lowtide.execute.recompute.lending import Lending, Owned
 from lowtide.execute.step.driver import Driver
-from lowtide.execute.step.held import STATE, Owner, held_by
+from lowtide.execute.step.held import GRADIENT, PARAMETER, STATE, Owner, held_by
 from lowtide.plan.policy import Policy
 from lowtide.residency import events as e
 from lowtide.residency.schedule import StepPlan, Ticks
@@ -45,6 +46,8 @@ class Touching(Driver):
         self._owners: list[weakref.ref[Owner]] = []
         self._watching = False
         self._ticks: Ticks | None = None
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # by their keys
+        self._unmade: list[int] = []  # gradients that are to leave once autograd has given them to their parameters
         self.steps_off_plan = 0
         self._lending = Lending(self._memory_lent)
 
@@ -76,6 +79,8 @@ class Touching(Driver):
             if adopted is not None:
                 found = True
                 self._adopted(*adopted)
+                if kind == PARAMETER:
+                    self._parameters[-adopted[0]] = weakref.ref(tensor)
         return found
 
     def adopt_state(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -131,9 +136,8 @@ class Touching(Driver):
         try:
             with self._lock:
                 self._settle()
-                if leave := ticks.leave.get(number):
-                    self._run(self.machine.on(e.Leave(leave)))
-                    self._settle()  # nobody else holds it: it leaves now
+                self._unmade += ticks.leave.get(number, ())
+                self._leave_held()
                 self._run(self.machine.retry_deferred())
                 if due := ticks.due.get(number):
                     self._run(self.machine.on(e.Due(due)))
@@ -141,6 +145,33 @@ class Touching(Driver):
             self._await(awaited)
         except BaseException as error:  # noqa: BLE001  # it is raised where the program runs Python next, or steps end
             self.failure = self.failure or error
+
+    def _leave_held(self) -> None:
+        """Send away what the plan wants gone; a gradient that its parameter does not have yet, a little later."""
+        if not self._unmade:
+            return
+        wanted = [key for key in self._unmade if self._is_named(key)]
+        self._unmade = [key for key in self._unmade if key not in wanted]
+        if wanted:
+            self._run(self.machine.on(e.Leave(tuple(wanted))))
+            self._settle()  # nobody else holds it: it leaves now
+
+    def _is_named(self, key: int) -> bool:
+        """Tell whether the machine knows a key; that of a gradient is given to the one that its parameter has now."""
+        parameter = parameter_key(key)
+        if parameter is None:
+            return True
+        shells, owner = self.backend.shells, self._parameters.get(parameter)
+        found = None if owner is None else owner()
+        if shells is None or found is None or found.grad is None:
+            return False
+        self.adopt([(found.grad, GRADIENT)])
+        record = shells.shell_of(found.grad.untyped_storage()._cdata)
+        if record is None:
+            return False
+        if self.machine.record_of(key) != record:
+            self._run(self.machine.on(e.Named(record, key)))
+        return True
 
     def end_ticks(self) -> tuple[int, ...]:
         """Count no more ticks of this step; return what they looked like."""
@@ -150,6 +181,7 @@ class Touching(Driver):
         if self._ticks is not None and not ended.followed:
             self.steps_off_plan += 1
         self._ticks = None
+        self._unmade.clear()
         return ended.looks
 
     # ---- touches ----

@@ -15,7 +15,7 @@ a lock, which is never held while anything waits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -52,15 +52,21 @@ class _Known(NamedTuple):
 _open_logs: set[OperatorLog] = set()
 
 
-def _update(inside: bool) -> None:
+def _begin_update(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
     for log in _open_logs:
-        log.updating = inside
+        log.updating = True
+        log.note_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _end_update(_optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    for log in _open_logs:
+        log.updating = False
 
 
 # Registered once and for all: where a script is run a log begins and ends inside another such hook, and PyTorch does
 # not let hooks come and go while it calls them.
-register_optimizer_step_pre_hook(lambda *_: _update(True))
-register_optimizer_step_post_hook(lambda *_: _update(False))
+register_optimizer_step_pre_hook(_begin_update)
+register_optimizer_step_post_hook(_end_update)
 
 
 def _locked(method: Callable[Concatenate[OperatorLog, P], T]) -> Callable[Concatenate[OperatorLog, P], T]:
@@ -89,6 +95,7 @@ class OperatorLog:
         self.updating = False
         self._thread = threading.local()
         self._needs: list[int] = [0]
+        self._gradients: dict[int, int] = {}
         self._segment_bytes = level_bytes  # what was live when the segment began, and what was moved since
         _open_logs.add(self)
 
@@ -120,6 +127,16 @@ class OperatorLog:
 
     def _number(self, name: str) -> int:
         return self._names.setdefault(name, len(self._names))
+
+    @_locked
+    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note which storages are the gradients of which parameters: by the end of the step they may be gone."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.device == parameter.device:
+                known = self._known.get(gradient.untyped_storage()._cdata)
+                if known is not None and not known.weak.expired():
+                    self._gradients[known.serial] = self.serial_of(parameter.untyped_storage())
 
     @_locked
     def pack(self, record: int, tensor: torch.Tensor) -> None:
@@ -291,7 +308,7 @@ class OperatorLog:
             now_ns += max(0, round(begin.elapsed_time(end) * 1e6))
         starts_ns.append(now_ns)
         entries = [entry._replace(at_ns=starts_ns[entry.at_ns]) for entry in self._entries]
-        return Log(entries=entries, names=list(self._names), end_ns=now_ns, needs=tuple(self._needs))
+        return Log(entries=entries, names=list(self._names), end_ns=now_ns, needs=tuple(self._needs), gradients=self._gradients)
 
 
 def _rounded(storage: torch.UntypedStorage) -> int:
