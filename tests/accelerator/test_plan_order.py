@@ -67,7 +67,7 @@ NETS: dict[str, Callable[[], Training]] = {
 # What happened to which storage: "out", "discard", "prefetch", "demand" or "remake".
 Event = tuple[str, int]
 RETURNS = ("prefetch", "demand", "remake")
-STAYING = (Residence.RESIDENT, Residence.LEAVING)
+STAYING = (Residence.RESIDENT, Residence.LEAVING, Residence.CLEAN)
 
 # Those whose departures are not the plan's but memory pressure's: only their returns are compared.
 REACTIVE = {
@@ -174,7 +174,7 @@ def logged(name_of: Callable[[int], int]) -> Iterator[Log]:
 
 @pytest.fixture(autouse=True)
 def only_saved_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave parameters and optimizer state on the device: they move by touches, of which no plan and no trace knows."""
+    """Leave parameters and optimizer state on the device: `test_held_plans` is about them."""
     monkeypatch.setattr(Touching, "know_holders", lambda *_: None)
 
 

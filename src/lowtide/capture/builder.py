@@ -208,16 +208,12 @@ class _Builder:
                     self.ops[-1].stall_ns += entry.a
             case Event.MODULE:
                 self.module = self.names[entry.a]
-            case Event.CALL:
-                self.call(entry)
+            case Event.CALL | Event.TICK:
+                self.numbered(entry)
             case Event.EXISTS:
                 self.blocks[self.block(entry.a, entry.b)].counted = True
             case Event.TOUCH:
                 self.touch(entry)
-            case Event.TICK:
-                op = self.running(entry.thread)
-                if op is not None:
-                    self.ticks[op] = entry.a
 
     def memory(self, entry: LogEntry) -> None:
         if entry.kind == Event.ALLOC:
@@ -303,7 +299,12 @@ class _Builder:
         """Tell whether a call is an operator: the log may say so of its overload, else its name has to."""
         return entry.c == _COMPUTES if entry.c else self.is_operator(name)
 
-    def call(self, entry: LogEntry) -> None:
+    def numbered(self, entry: LogEntry) -> None:
+        if entry.kind == Event.TICK:
+            op = self.running(entry.thread)
+            if op is not None:
+                self.ticks[op] = entry.a
+            return
         stack = self.stacks.get(entry.thread, [])
         if stack and self.names[stack[-1].name] == _MODE:
             stack[-1].numbers = True
@@ -465,7 +466,7 @@ class _Builder:
         if block.maker is None:
             return self.held.get(block.serial) if block.last_op is None else None
         parameter = self.gradients.get(block.serial)
-        return None if parameter not in self.held else gradient_key(self.held[parameter])
+        return None if parameter is None or parameter not in self.held else gradient_key(self.held[parameter])
 
     def _storage(self, index: int, block: _Block, kind_of: Mapping[int, Kind], saved: bool) -> Storage:
         touched = self.reach is Reach.TOUCHED

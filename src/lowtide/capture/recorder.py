@@ -100,9 +100,9 @@ class Recorder:
     def start(self, *, static_bytes: int) -> None:
         """Log from here on; `static_bytes` are live already, wherever they are."""
         self._static_bytes = static_bytes
+        self._observation.observe(names=True, log=True)
         # By the end of the step, gradients that it found may be gone, and others in their place.
         self._kinds_before = self._kinds() if self._reach is not Reach.SAVED else {}
-        self._observation.observe(names=True, log=True)
         self._name_modules()
         self.recording = True
 

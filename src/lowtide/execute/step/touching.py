@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.errors import BudgetTooSmall
 from lowtide.capture.builder import parameter_key
+from lowtide.errors import BudgetTooSmall
 from lowtide.execute.backends.oom_messages import AWAY
 from lowtide.execute.backends.protocol import ShellMemory, StepMemory
 from lowtide.execute.observe import touches
@@ -114,7 +114,7 @@ class Touching(Driver):
             self._lending.off()
 
     def held_keys(self) -> dict[int, int]:
-        """Return the storages that the program holds and that may leave, by their numbers in the log, and their keys."""
+        """Return the keys of what the program holds and may leave, by the numbers that the log has for it."""
         shells = self.backend.shells
         return {} if shells is None or not self._watching else shells.shells_in_log()
 
@@ -123,6 +123,7 @@ class Touching(Driver):
     def _follow_ticks(self, plan: StepPlan | None) -> None:
         """Stop at the ticks of a plan, from here on."""
         ticks = None if plan is None else plan.ticks
+        self.steps_off_plan += self._ticks is not None and ticks is None
         self._ticks = ticks if self._watching else None
         if self._watching:
             stops = () if ticks is None else ticks.stops()

@@ -308,7 +308,9 @@ class OperatorLog:
             now_ns += max(0, round(begin.elapsed_time(end) * 1e6))
         starts_ns.append(now_ns)
         entries = [entry._replace(at_ns=starts_ns[entry.at_ns]) for entry in self._entries]
-        return Log(entries=entries, names=list(self._names), end_ns=now_ns, needs=tuple(self._needs), gradients=self._gradients)
+        return Log(
+            entries=entries, names=list(self._names), end_ns=now_ns, needs=tuple(self._needs), gradients=self._gradients
+        )
 
 
 def _rounded(storage: torch.UntypedStorage) -> int:
