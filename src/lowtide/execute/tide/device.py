@@ -74,11 +74,15 @@ class DeviceTide(Tide):
             self._runtime = Runtime(
                 self._backend, self._policy, least_bytes=self._least_bytes, remakes=recompute and not moves_nothing
             )
+            # Plans know of the link to host memory only: where that holds less than the device, what is held moves as
+            # memory runs out.
+            host_bytes = self._backend.figures().get("host_budget_bytes", 0)
+            is_planned = self._moves and isinstance(host_bytes, int) and host_bytes >= self._budget_bytes
             self._recorder = Recorder(
                 self._backend,
                 models,
                 optimizers,
-                reach=Reach.HELD if self._moves and self._backend.shells is not None else Reach.SAVED,
+                reach=Reach.HELD if is_planned and self._backend.shells is not None else Reach.SAVED,
                 least_bytes=self._least_bytes,
                 held=self._runtime.held_keys,
             )
