@@ -93,6 +93,7 @@ class _Entry:
     place: str = ""  # where it goes, or went last
     copies: set[str] = field(default_factory=set)  # the places whose copy is what fast memory holds
     stale: bool = False  # it changed while it was being written
+    kept: bool = False  # it is being written, and stays all the same: somebody wants it
 
 
 class Residency:
@@ -189,8 +190,8 @@ class Residency:
         return entry.where if entry else None
 
     def leaving_bytes(self) -> int:
-        """Return the bytes whose write is in flight."""
-        return sum(entry.nbytes for entry in self._in_flight() if entry.where is Residence.LEAVING)
+        """Return the bytes that are room once their write, which is in flight, has ended."""
+        return sum(each.nbytes for each in self._in_flight() if each.where is Residence.LEAVING and not each.kept)
 
     def moving_bytes(self) -> int:
         """Return the bytes in flight either way that no operator waits for."""
@@ -332,6 +333,7 @@ class Residency:
     def _bring_back(self, record: int, entry: _Entry) -> list[Command]:
         match entry.where:
             case Residence.LEAVING:
+                entry.kept = True
                 return [Keep(record)]
             case Residence.AWAY:
                 self._move(record, entry, Residence.ARRIVING)
@@ -354,6 +356,7 @@ class Residency:
                 self._move(record, entry, Residence.ARRIVING)
                 commands.append(Prefetch(record))
             elif entry.where is Residence.LEAVING:
+                entry.kept = True
                 commands.append(Keep(record))
         return commands
 
@@ -398,7 +401,7 @@ class Residency:
         return [Write(record)]
 
     def _move(self, record: int, entry: _Entry, where: Residence) -> None:
-        entry.where = where
+        entry.where, entry.kept = where, False
         self._moving.add(record)
 
     def _discard(self, records: Sequence[int]) -> list[Command]:

@@ -144,9 +144,12 @@ class AcceleratorBackend(Remaking):
         return self._memory.allocated_bytes() + extra_bytes - self._budget_bytes
 
     def make_room(self, need_bytes: int) -> bool:
-        """Let records leave until `need_bytes` more fit; return whether they do. Waits only for pinned memory."""
+        """Let records leave until `need_bytes` more fit; return whether they do.
+
+        Waits only for pinned memory, and for copies out of what was to stay.
+        """
         while (lacking_bytes := self._lacking_bytes(need_bytes)) > 0:
-            given_up = self._given_up
+            given_up, copied_out = self._given_up, self._copied_out
             with self._lock:
                 self._settle()  # what has landed meanwhile costs nobody a wait
             self._on_pressure(self._lacking_bytes(need_bytes))
@@ -154,6 +157,7 @@ class AcceleratorBackend(Remaking):
                 self._land(self._lacking_bytes(need_bytes))
             # Another of autograd's threads may have taken what this one has given up: then there is hope as well.
             got_on = self._given_up > given_up or self._lacking_bytes(need_bytes) < lacking_bytes
+            got_on = got_on or self._copied_out > copied_out or self._wait_for_copy_out()
             if not got_on and not self._wait_for_host_memory() and not self.on_shortage():
                 return False
         return True
@@ -186,6 +190,18 @@ class AcceleratorBackend(Remaking):
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
+
+    def _wait_for_copy_out(self) -> bool:
+        """Wait until the oldest copy out has ended whose record was to stay: it may be given up then, as may others."""
+        with self._lock:
+            record = next(iter(self._leaving.values()), None)
+            filled = None if record is None or record.copy is None else record.copy.filled
+        if filled is None:
+            return False
+        start_s = time.perf_counter()
+        filled.synchronize()
+        self._copies.stalls.add(time.perf_counter() - start_s)
+        return True
 
     def _wait_for_host_memory(self) -> bool:
         start_s = time.perf_counter()

@@ -64,6 +64,7 @@ class Traffic:
         self._empty: dict[torch.dtype, torch.Tensor] = {}
         self._said_kept = ""
         self._given_up = 0  # blocks, so far
+        self._copied_out = 0  # records, so far
         _open_backends.add(self)
 
     @property
@@ -216,6 +217,7 @@ class Traffic:
     def _landed(self, record: Record) -> None:
         """End a copy out: give up the block, unless an operator wants it or has it."""
         del self._leaving[record.number]
+        self._copied_out += 1
         if record.handed_out:
             self._forget_copy(record)
             self._happened.append(Held(record.number))
