@@ -93,7 +93,7 @@ class _Entry:
     place: str = ""  # where it goes, or went last
     copies: set[str] = field(default_factory=set)  # the places whose copy is what fast memory holds
     stale: bool = False  # it changed while it was being written
-    kept: bool = False  # it is being written, and stays all the same: somebody wants it
+    kept: bool = False  # it is being written, but stays: an operator or a plan wants it
 
 
 class Residency:
