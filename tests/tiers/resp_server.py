@@ -26,6 +26,13 @@ needs_redis = pytest.mark.skipif(
 )
 
 
+def _hang_up(handler: socketserver.StreamRequestHandler) -> None:
+    """Say no more, and read until the client hangs up: a socket closed with requests unread loses its last answer."""
+    handler.connection.shutdown(socket.SHUT_WR)
+    while handler.rfile.read(1 << 16):
+        pass
+
+
 @dataclass
 class RespServer:
     """Keys and values, with their expiries in seconds; `script(words)` may give another answer than theirs.
@@ -94,6 +101,7 @@ class RespServer:
                     return
                 if scripted is not None and scripted.startswith(DROP):
                     handler.wfile.write(scripted[len(DROP) :])
+                    _hang_up(handler)
                     return
                 handler.wfile.write(self._answer(words) if scripted is None else scripted)
         except OSError:

@@ -287,16 +287,18 @@ def test_close_ends_the_threads_and_the_medium(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_store_ends_its_threads() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     store = ThreadStore(NullMedium())
     _, put = store.put(memoryview(b"x"))
     assert put.wait(PATIENCE_S)
+    its_own = set(threading.enumerate()) - before  # those of other tests may end meanwhile
+    assert its_own
     del store, put
     deadline_s = time.monotonic() + PATIENCE_S
-    while threading.active_count() > before and time.monotonic() < deadline_s:
+    while any(thread.is_alive() for thread in its_own) and time.monotonic() < deadline_s:
         gc.collect()
         time.sleep(0.001)
-    assert threading.active_count() == before
+    assert not [thread for thread in its_own if thread.is_alive()]
 
 
 def test_no_threads_are_refused() -> None:
